@@ -47,13 +47,20 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Router -> D: keep room for this prompt and its growth. ``block_hashes`` are the prompt's full blocks."""
+    """Router -> D: keep room for this prompt and its growth. ``block_hashes`` name the prompt's full
+    blocks, chained from ``seed_hash``.
+
+    ``prefill`` is the node that will send the blocks: whom D asks to stop, and whose death ends the transfer.
+    """
 
     key: RequestKey
+    prefill: Party
     prompt_len: int
+    seed_hash: bytes
     block_hashes: tuple[bytes, ...]
     sampling: SamplingParams
     deadline_s: float
+    num_emitted: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -101,14 +108,13 @@ class Token0(msgspec.Struct, frozen=True, tag=True):
 class Capsule(msgspec.Struct, frozen=True):
     """All that D needs besides KV blocks to go on exactly where P stopped.
 
-    ``tail_token_ids`` are the prompt's tokens after its last full block (D hashes the block they complete);
-    ``last_block_hash`` is that full block's hash, or empty if the prompt has none.
+    ``tail_token_ids`` are the prompt's tokens after its last full block: D names the block they complete.
+    ``num_emitted`` counts generated tokens including ``token0``.
     """
 
     prompt_len: int
     token0: int
     num_emitted: int
-    last_block_hash: bytes
     tail_token_ids: tuple[int, ...]
     sampling: SamplingParams
 
@@ -117,7 +123,6 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     """P -> D: every block of the ticket has been handed to the transport; decode from this capsule."""
 
     key: RequestKey
-    router: Party
     capsule: Capsule
 
 
@@ -128,9 +133,10 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request in one decode step."""
+    """New tokens of one request in one decode step; ``index`` counts the tokens generated before them."""
 
     key: RequestKey
+    index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
 
@@ -149,19 +155,15 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """P or D -> who asked: nothing of this dispatch runs any more."""
+    """P or D -> who asked (P also -> the ticket's D): nothing of this dispatch runs any more.
 
-    key: RequestKey
-    blocks_freed: int
-
-
-class SenderDone(msgspec.Struct, frozen=True, tag=True):
-    """P -> D: of a transfer that ends early, exactly ``blocks_sent`` blocks were put on the wire.
-
-    D keeps the blocks in quarantine until that many have landed: bytes in flight cannot be recalled.
+    From P, ``blocks_sent`` is how many of the ticket's blocks it put on the wire. D keeps its blocks in
+    quarantine until that many have landed: bytes in flight cannot be recalled. P answers an unknown key with 0
+    and refuses a later Submit of it.
     """
 
     key: RequestKey
+    blocks_freed: int
     blocks_sent: int
 
 
@@ -171,6 +173,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     key: RequestKey
     code: str
     message: str
+
+
+class PeerDown(msgspec.Struct, frozen=True, tag=True):
+    """Router -> every node: that life of that node is over; drop its connections and what waits for it."""
+
+    node_id: str
+    epoch: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -207,8 +216,8 @@ Message = (
     | Tokens
     | Cancel
     | Cancelled
-    | SenderDone
     | Failed
+    | PeerDown
     | Ping
     | Pong
 )

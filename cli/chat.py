@@ -1,0 +1,124 @@
+"""`baton chat`: a conversation in the terminal with any OpenAI-style endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from cluster.config import ConfigError
+
+if TYPE_CHECKING:
+    from cli.model import Subparsers
+
+HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add `baton chat`."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a running deployment",
+        description="A conversation in the terminal. " + HELP,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="base URL that `baton up` printed")
+    parser.add_argument("--model", help="default: the first model the server lists")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read lines from stdin, stream answers to stdout."""
+    console = Console(highlight=False)
+    with httpx.Client(base_url=args.url.rstrip("/"), timeout=httpx.Timeout(60, connect=5), trust_env=False) as client:
+        model = args.model or _first_model(client)
+        start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
+        messages = list(start)
+        if sys.stdin.isatty():
+            console.print(f"[bold]{model}[/bold]  {HELP}", markup=True)
+        for line in _lines(console):
+            if line == "/quit":
+                break
+            if line == "/reset":
+                messages = list(start)
+                continue
+            messages.append({"role": "user", "content": line})
+            body = {
+                "model": model,
+                "messages": messages,
+                "temperature": args.temperature,
+                "max_tokens": args.max_tokens,
+                "stream": True,
+            }
+            answer = _answer(client, body, console)
+            messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _lines(console: Console) -> Iterator[str]:
+    while True:
+        try:
+            line = console.input("[bold cyan]> [/bold cyan]") if sys.stdin.isatty() else input()
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(client: httpx.Client, body: dict[str, Any], console: Console) -> str:
+    """Stream one answer; what came before Ctrl-C or an error counts as said."""
+    said: list[str] = []
+    try:
+        for text in stream_text(client, body):
+            said.append(text)
+            console.print(text, end="", markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print(" [dim](stopped)[/dim]", end="")
+    except ConfigError as error:
+        console.print(f"[red]{error}[/red]", end="")
+    console.print()
+    return "".join(said)
+
+
+def stream_text(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    """Pieces of the answer. Raises :class:`ConfigError` with the server's own message if it refuses or fails."""
+    try:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise ConfigError(_message(response.content))
+            for line in response.iter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                frame = msgspec.json.decode(line[len("data: ") :])
+                if "error" in frame:
+                    raise ConfigError(str(frame["error"]["message"]))
+                for choice in frame["choices"]:
+                    if text := choice["delta"].get("content"):
+                        yield text
+    except httpx.TransportError as error:
+        raise ConfigError(f"no answer from {client.base_url}: {error}; is `baton up` running?") from error
+
+
+def _first_model(client: httpx.Client) -> str:
+    try:
+        return str(client.get("/v1/models").raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"no Baton at {client.base_url} ({error}); start one with `baton up`, or pass --url"
+        ) from error
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return "the server refused the request"

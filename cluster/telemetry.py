@@ -1,0 +1,63 @@
+"""Logging and metrics set up once per process, the same way everywhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cluster.config import log_level
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX = "baton_"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One number to export. A name that ends in ``_total`` is a counter, any other a gauge."""
+
+    name: str
+    help: str
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def setup_logging(process: str) -> None:
+    """Log lines to stderr: time, process, level, message. Control characters from outside are escaped."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLineFormatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level(), handlers=[handler], force=True)
+
+
+def render_metrics(read: Callable[[], Iterable[Sample]]) -> Callable[[], bytes]:
+    """A function that renders ``read()`` in Prometheus' text format, for services that keep plain counters."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Reader(read))
+    return lambda: generate_latest(registry)
+
+
+class _OneLineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.exc_info:
+            return text
+        return text.replace("\r", "\\r").replace("\n", "\\n").replace("\x1b", "\\x1b")
+
+
+class _Reader:
+    def __init__(self, read: Callable[[], Iterable[Sample]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for sample in self._read():
+            family = families.get(sample.name)
+            names = sorted(sample.labels)
+            if family is None:
+                kind = CounterMetricFamily if sample.name.endswith("_total") else GaugeMetricFamily
+                family = families[sample.name] = kind(_PREFIX + sample.name, sample.help, labels=names)
+            family.add_metric([sample.labels[name] for name in names], sample.value)  # type: ignore[attr-defined]
+        yield from families.values()

@@ -1,0 +1,33 @@
+"""`python -m decode_node`: one decode node as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from cluster.config import ConfigError
+from cluster.parent import exit_with_parent
+from cluster.telemetry import setup_logging
+from engine.node_config import node_config, node_parser
+
+DESCRIPTION = "Receives prompts' KV blocks and streams the answers, one token of every request a step."
+
+
+def main() -> int:
+    """Run until SIGTERM; exit status 2 for settings that cannot work."""
+    args = node_parser("decode", DESCRIPTION).parse_args()
+    exit_with_parent()
+    setup_logging(args.node_id or "decode")
+    try:
+        config = node_config(args, "decode")
+    except ConfigError as error:
+        print(f"decode node: {error}", file=sys.stderr)  # noqa: T201 - before any log is of use
+        return 2
+    # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
+    from decode_node.service import serve
+
+    return asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The decode node's requests and their blocks: the one place where blocks change hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from cluster.request import RequestKey
+from cluster.transitions import Life
+from cluster.wire import Party, Reserve
+from decode_node.intake import DECODING, INTAKE, Intake
+from decode_node.reservation import DecodeSettings, NoRoom, Room, find_room
+from engine.block_pool import BlockPool
+from engine.remembered import Tombstones
+from kvtransfer.ticket import BlockHandle
+
+
+class IntakeTable:
+    """Owns the block pool's bookkeeping. ``promised`` blocks are free but already belong to somebody's growth."""
+
+    def __init__(self, pool: BlockPool, settings: DecodeSettings, new_ticket_id: Callable[[], int]) -> None:
+        self.pool = pool
+        self._settings = settings
+        self._new_ticket_id = new_ticket_id
+        self._intakes: dict[RequestKey, Intake] = {}
+        self._by_ticket: dict[int, Intake] = {}
+        self._ended = Tombstones()
+        self.promised = 0
+
+    def __iter__(self) -> Iterator[Intake]:
+        """In order of arrival; a copy, so that entries may end on the way."""
+        return iter(list(self._intakes.values()))
+
+    def __len__(self) -> int:
+        return len(self._intakes)
+
+    def get(self, key: RequestKey) -> Intake | None:
+        """The live request of that name."""
+        return self._intakes.get(key)
+
+    def of_ticket(self, ticket_id: int) -> Intake | None:
+        """The request whose transfer this is."""
+        return self._by_ticket.get(ticket_id)
+
+    def decoding(self) -> list[Intake]:
+        """The running batch, in order of arrival."""
+        return [intake for intake in self._intakes.values() if intake.state in DECODING]
+
+    def has_ended(self, key: RequestKey) -> bool:
+        """True if this dispatch was here, or was cancelled before it came."""
+        return key in self._ended
+
+    def bury(self, key: RequestKey) -> None:
+        """Never start this dispatch."""
+        self._ended.add(key)
+
+    def admit(self, router: Party, reserve: Reserve, now: float) -> Intake | NoRoom:
+        """Share, reserve and promise the blocks ``reserve`` needs, or say why not."""
+        room = find_room(reserve, self._settings, self.pool, num_held=len(self._intakes), num_promised=self.promised)
+        if isinstance(room, NoRoom):
+            return room
+        return self._take(router, reserve, room, now)
+
+    def handles(self, intake: Intake) -> tuple[BlockHandle, ...]:
+        """The blocks that have to be sent, in prompt order, each in its current generation."""
+        missing = intake.block_table[len(intake.block_table) - intake.num_missing :]
+        return tuple(BlockHandle(block_id, self.pool.generation(block_id)) for block_id in missing)
+
+    def arrived(self, intake: Intake) -> None:
+        """Everything is here: the prompt's full blocks can be found by others, the ticket is closed."""
+        self._by_ticket.pop(intake.ticket_id, None)
+        for block_id, name in zip(intake.block_table, intake.block_names, strict=False):
+            self.pool.name(block_id, name)
+
+    def grow(self, intake: Intake) -> None:
+        """Take a promised block if the next token needs one."""
+        if intake.context_len == len(intake.block_table) * self._settings.block_size:
+            intake.block_table += self.pool.allocate(1, intake.owner)
+            intake.growth_left -= 1
+            self.promised -= 1
+
+    def quarantine(self, intake: Intake) -> None:
+        """Bytes may still land in the missing blocks: nobody may have them yet."""
+        first = len(intake.block_table) - intake.num_missing
+        intake.quarantined = intake.block_table[first:]
+        del intake.block_table[first:]
+        self.pool.quarantine(intake.quarantined, intake.owner)
+
+    def free(self, intake: Intake) -> int:
+        """Give everything back and forget the request. Returns the number of blocks freed."""
+        freed = self.pool.release(intake.block_table, intake.owner)
+        if intake.quarantined:
+            freed += self.pool.end_quarantine(intake.quarantined, intake.owner)
+        self.promised -= intake.growth_left
+        self._by_ticket.pop(intake.ticket_id, None)
+        del self._intakes[intake.key]
+        self._ended.add(intake.key)
+        return freed
+
+    def _take(self, router: Party, reserve: Reserve, room: Room, now: float) -> Intake:
+        owner = str(reserve.key)
+        self.pool.share(room.shared, owner)
+        intake = Intake(
+            key=reserve.key,
+            router=router,
+            prefill=reserve.prefill,
+            prompt_len=reserve.prompt_len,
+            seed_name=reserve.seed_hash,
+            block_names=reserve.block_hashes,
+            sampling=reserve.sampling,
+            ticket_id=self._new_ticket_id() if room.num_missing else 0,
+            num_missing=room.num_missing,
+            block_table=[*room.shared, *self.pool.allocate(room.num_missing, owner)],
+            growth_left=room.growth,
+            deadline_s=now + reserve.deadline_s,
+            life=Life(INTAKE, now),
+        )
+        self.promised += room.growth
+        self._intakes[reserve.key] = intake
+        if room.num_missing:
+            self._by_ticket[intake.ticket_id] = intake
+        return intake

@@ -1,0 +1,48 @@
+"""The memory of a node's KV pool: one tensor for the model, the same bytes for the transfer.
+
+The cache owns the memory for the life of the process. Who may use which block is the block pool's business.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.model_config import Dtype, KVLayout
+
+TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class KVCache:
+    """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, on the CPU, zero at first."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        """Takes address space only; memory is taken block by block as it is first written.
+
+        Raises OSError if there is no address space for it.
+        """
+        self.layout = layout
+        self.num_blocks = num_blocks
+        # torch.zeros writes every page (5 s for 2 GiB); an anonymous map is zero without being touched.
+        memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
+        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
+        self.pool: Tensor = flat.view(num_blocks, *layout.block_shape)
+
+    def as_bytes(self) -> npt.NDArray[np.uint8]:
+        """The same memory as uint8 ``[num_blocks, block_bytes]``; writes show on both sides."""
+        view: npt.NDArray[np.uint8] = self.pool.view(self.num_blocks, -1).view(torch.uint8).numpy()
+        return view
+
+    def zero_tail(self, block_id: int, from_offset: int) -> None:
+        """Clear the slots of ``block_id`` from ``from_offset`` on, in all layers.
+
+        A block that is sent half full would otherwise carry the bytes of the request that had it before.
+        """
+        self.pool[block_id, :, :, :, from_offset:] = 0

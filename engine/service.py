@@ -1,0 +1,154 @@
+"""Starts a node: model, KV pool, control channel, KV plane, registration, HTTP; and takes it down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from cluster.channel import Channel
+from cluster.config import ConfigError
+from cluster.directory import PrefixPublisher
+from cluster.membership import Membership, MembershipError, NodeRecord, Role
+from cluster.model_store import resolve_model, weights_id
+from cluster.wire import Party
+from engine.block_pool import BlockPool
+from engine.instructions import NodeState
+from engine.kv_cache import KVCache
+from engine.model import LlamaModel
+from engine.model_config import Dtype, ModelConfig
+from engine.node import NodeLoop
+from engine.node_config import NodeConfig
+from engine.node_http import NodeView, serve_http
+from engine.runner import ModelRunner
+from engine.weights import load_weights
+from kvtransfer.layout import BlockLayout
+from kvtransfer.plane import KVPlane
+from kvtransfer.select import open_plane
+
+log = logging.getLogger(__name__)
+
+DTYPES: dict[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16"}
+STOP_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a role builds its state from."""
+
+    config: NodeConfig
+    pool: BlockPool
+    plane: KVPlane
+    party: Party
+    fingerprint: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    runner: ModelRunner
+    cache: KVCache
+    fingerprint: str
+    max_model_len: int
+
+
+async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodeParts], NodeState]) -> None:
+    """Serve until SIGTERM or SIGINT, then leave the cluster and give everything back.
+
+    Raises :class:`ConfigError` or a model error if the node cannot start; nothing is registered then.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    engine = await asyncio.to_thread(_load_engine, config)
+    pool = BlockPool(engine.cache.num_blocks)
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(Channel(config.cluster))
+        node_loop = NodeLoop(engine.runner, engine.cache, channel)
+        plane = open_plane(
+            config.transports,
+            engine.cache.as_bytes(),
+            (config.cluster.node_id, config.cluster.epoch, engine.fingerprint),
+            host=config.cluster.advertise_host,
+            secret=config.cluster.secret,
+            wakeup=node_loop.wake_for_transfer,
+        )
+        stack.push_async_callback(asyncio.to_thread, plane.close)
+        parts = NodeParts(config, pool, plane, channel.party, engine.fingerprint, engine.max_model_len)
+        state = build_state(parts)
+        view = NodeView(role, config.cluster.node_id, state, pool, plane, time.monotonic)
+        http_port = await stack.enter_async_context(serve_http(view, config.cluster.bind_host, config.http_port))
+        record = NodeRecord(
+            role=role,
+            party=channel.party,
+            http_address=f"http://{config.cluster.advertise_host}:{http_port}",
+            fingerprint=engine.fingerprint,
+            block_size=config.block_size,
+            num_blocks=pool.num_blocks,
+            max_model_len=engine.max_model_len,
+            transports=config.transports,
+        )
+        await stack.enter_async_context(_registered(config, record, pool))
+        log.info("%s node %s is up: %d blocks of %d tokens", role, record.party.id, pool.num_blocks, config.block_size)
+        await _run_until(stop, node_loop.run(state, plane))
+    log.info("%s node %s has left", role, config.cluster.node_id)
+
+
+async def _run_until(stop: asyncio.Event, work: Coroutine[None, None, None]) -> None:
+    running = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    done, _pending = await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    if running in done and not stop.is_set():
+        raise ConfigError("the node's loop ended by itself")
+
+
+@asynccontextmanager
+async def _registered(config: NodeConfig, record: NodeRecord, pool: BlockPool) -> AsyncIterator[None]:
+    """Be in Redis: the record from now on, the prefix names as they change; gone again at the end."""
+    membership = Membership(config.cluster.redis_url)
+    publisher = PrefixPublisher(config.cluster.redis_url, record.party, pool.drain_name_changes)
+    tasks = [asyncio.create_task(membership.keep_registered(record)), asyncio.create_task(publisher.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                await publisher.remove()
+                await membership.remove(record.party.id)
+        except (MembershipError, TimeoutError) as error:
+            log.warning("left without telling Redis: %s", error)
+        await publisher.close()
+        await membership.close()
+
+
+def _load_engine(config: NodeConfig) -> _Engine:
+    import torch
+
+    torch.set_num_threads(config.threads)
+    began = time.monotonic()
+    files = resolve_model(config.model)
+    model_config = ModelConfig.from_directory(files.directory)
+    dtype = DTYPES[config.dtype]
+    layout = model_config.kv_layout(config.block_size, dtype)
+    max_model_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
+    num_blocks = config.kv_blocks or max(1, config.kv_memory_bytes // layout.block_bytes)
+    weights = load_weights(files.directory, model_config, dtype)
+    cache = KVCache(layout, num_blocks)
+    runner = ModelRunner(LlamaModel(model_config, weights), cache)
+    log.info("%s loaded in %.1f s", files.served_name, time.monotonic() - began)
+    log.info("warmed up in %.1f s with %d threads", runner.warm_up(), config.threads)
+    block = BlockLayout(dtype, config.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    fingerprint = block.fingerprint(weights_id(files.directory), repr(model_config.rope))
+    return _Engine(runner, cache, fingerprint, max_model_len)

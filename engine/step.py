@@ -1,0 +1,78 @@
+"""What a scheduler asks of the runner in one step, and what comes back. Pure: no torch, no clock.
+
+The runner owns nothing named here: blocks in a block table stay the scheduler's, before, during and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.request import RequestKey, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """Compute one sequence's tokens at positions ``start .. start + len(token_ids) - 1``.
+
+    Keys and values of all earlier positions are in the cache already, through the same ``block_table``: entry
+    ``i`` is the block of positions ``i * block_size`` and on, and the table covers at least this chunk.
+    ``sampling`` is set if and only if a token is to be sampled after the last one; that token's index in the
+    sequence is ``position`` (always ``start + len(token_ids)``), which with the seed determines its noise.
+    """
+
+    key: RequestKey
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sampling: SamplingParams | None
+    position: int
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or self.start < 0 or self.position != self.start + len(self.token_ids):
+            raise ValueError(
+                f"{self.key}: chunk of {len(self.token_ids)} tokens at {self.start} cannot end at {self.position}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's chunks, prefill and decode mixed in any order; each sequence and each block at most once.
+
+    Blocks may be shared by several block tables only below every sharer's ``start``.
+    """
+
+    chunks: tuple[SequenceChunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token at the chunk's ``position``."""
+
+    key: RequestKey
+    token_id: int
+
+
+class FailedSequence(NamedTuple):
+    """This sequence cannot go on; its blocks hold nothing of use. ``message`` is safe to show to a client."""
+
+    key: RequestKey
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens and failures in the order of the plan's chunks; chunks that sample nothing leave no entry.
+
+    ``seconds`` is the wall time of the step.
+    """
+
+    tokens: tuple[SampledToken, ...]
+    failed: tuple[FailedSequence, ...]
+    seconds: float

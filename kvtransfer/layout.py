@@ -1,0 +1,82 @@
+"""How a KV pool is laid out, and the fingerprint two pools must share before blocks may move between them.
+
+The pool is one array ``[num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]`` in C order, so
+that a block, over all layers, is one contiguous run of ``block_bytes``: one message per block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from kvtransfer.errors import LayoutError
+
+WIRE_VERSION: Final = 1
+
+_ITEM_BYTES: Final = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Shape of one block. ``block_size`` is in tokens; ``dtype`` is a torch dtype name without ``torch.``.
+
+    ``key_order`` names the order of keys inside a block; pools that differ in it hold different bytes.
+    Raises `LayoutError` for an unknown dtype or a size that is not positive.
+    """
+
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    key_order: str = "token_major"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEM_BYTES:
+            raise LayoutError(f"unknown dtype {self.dtype!r}; one of {', '.join(_ITEM_BYTES)}")
+        for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) <= 0:
+                raise LayoutError(f"{name} must be positive, not {getattr(self, name)}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: the unit that moves."""
+        return self.token_bytes * self.block_size
+
+    def fingerprint(self, weights_id: str, rope: str) -> str:
+        """Hex BLAKE2b-128 over everything that must agree before a block may be decoded from.
+
+        ``weights_id`` names the model's weights, ``rope`` its position encoding. Every part is
+        length-prefixed, so that no two different lists of parts hash the same bytes.
+        """
+        parts = (
+            "baton-kv",
+            str(WIRE_VERSION),
+            self.dtype,
+            str(self.block_size),
+            str(self.num_layers),
+            str(self.num_kv_heads),
+            str(self.head_dim),
+            self.key_order,
+            weights_id,
+            rope,
+        )
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            data = part.encode()
+            digest.update(len(data).to_bytes(8, "big"))
+            digest.update(data)
+        return digest.hexdigest()

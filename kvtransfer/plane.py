@@ -1,0 +1,214 @@
+"""The contract of this room: a `KVPlane` moves blocks between its own pool and the pools of its peers.
+
+Who knows what. The *receiver* makes up a ticket id, consents with `expect` to exactly the blocks it reserved,
+and hands `ticket` (its hello and the handles) to the sender over the control plane. The *sender* calls `push`,
+chunk by chunk. The receiver hears `BlocksArrived` for each block and calls `complete` when it has them all.
+
+Who owns what. The pool is borrowed from `open_plane` until `close` or `abort` returns. On the receiver a block
+belongs to its ticket from `expect` until `complete` or the event `Withdrawn`; only then may it be freed. On the
+sender a pushed block must not change until `BlocksSent` names it, or `PushFailed` or `PushEnded` its ticket.
+
+Ends. Receiver: `complete`, or `withdraw` -> `Withdrawn`. Sender: `finish_push`, or `cancel_push` ->
+`PushEnded`, or the event `PushFailed`. Either side can end alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from kvtransfer.errors import LayoutMismatchError, PeerUnreachableError, PlaneClosedError
+from kvtransfer.events import Event
+from kvtransfer.layout import WIRE_VERSION
+from kvtransfer.road import Road, RoadContext
+from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
+
+# The sender takes the first of these that both sides offer.
+PREFERENCE: Final = ("ucx", "tcp", "inproc")
+
+
+class Identity(NamedTuple):
+    """This node, this life of it, and the fingerprint of its pool's layout."""
+
+    node_id: str
+    epoch: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PlaneStats:
+    """Counters since the plane was opened, and what is open now.
+
+    ``blocks_refused`` counts blocks that came for no ticket (any more): their bytes went nowhere.
+    ``transport`` maps each scheme to what really carries its bytes, as far as that can be learnt.
+    """
+
+    bytes_sent: int
+    bytes_received: int
+    blocks_sent: int
+    blocks_received: int
+    blocks_refused: int
+    open_tickets: int
+    open_pushes: int
+    connections: int
+    transport: Mapping[str, str]
+
+
+class KVPlane:
+    """Made by `kvtransfer.select.open_plane`. All methods may be called from any thread and wait for no peer."""
+
+    def __init__(self, context: RoadContext, roads: Mapping[str, Callable[[RoadContext], Road]]) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._closed = False
+        self._roads: dict[str, Road] = {}
+        try:
+            for scheme, open_road in roads.items():
+                self._roads[scheme] = open_road(context)
+        except BaseException:
+            self.abort()
+            raise
+
+    def hello(self) -> Hello:
+        """Who this plane is and where it receives.
+
+        Ask again for each ticket: a fence after a peer's death may change an address.
+        """
+        self._check_open()
+        context = self._context
+        return Hello(
+            version=WIRE_VERSION,
+            node_id=context.me.node_id,
+            epoch=context.me.epoch,
+            fingerprint=context.fingerprint,
+            block_bytes=context.block_bytes,
+            num_blocks=int(context.pool.shape[0]),
+            addresses={scheme: road.address() for scheme, road in self._roads.items()},
+        )
+
+    def expect(self, ticket_id: int, handles: Sequence[BlockHandle], *, sender: tuple[str, int] | None = None) -> None:
+        """Receiver: consent to exactly these blocks; from now on they belong to the ticket.
+
+        With ``sender`` (node id, epoch) only that peer's blocks are accepted, and `peer_dead` of it withdraws
+        the ticket. Without, any peer holding the ticket may fill it, one after the other if one fails.
+        Raises `TicketError` if the ticket is known or a handle is out of range, double or of another ticket.
+        """
+        self._check_open()
+        self._context.receives.open(ticket_id, tuple(handles), None if sender is None else PeerId(*sender))
+
+    def ticket(self, ticket_id: int, handles: Sequence[BlockHandle]) -> TransferTicket:
+        """Receiver: what the sender needs; call it after `expect`."""
+        return TransferTicket(ticket_id, self.hello(), tuple(handles))
+
+    def push(self, ticket: TransferTicket, items: Sequence[tuple[int, int]]) -> None:
+        """Sender: queue blocks, each an (index in the ticket, local block id). May be called once a chunk.
+
+        Nothing is queued if it raises: `LayoutMismatchError` for another fingerprint or block size,
+        `TicketError` for an index or block out of range, an index pushed twice, or a push that has ended,
+        `PeerUnreachableError` without a common scheme or for a peer declared dead, `HelloError` for an
+        address nobody can read. What fails later is the event `PushFailed`.
+        """
+        self._check_open()
+        hello = ticket.hello
+        if hello.fingerprint != self._context.fingerprint or hello.block_bytes != self._context.block_bytes:
+            raise LayoutMismatchError(
+                f"{hello.node_id} holds blocks {hello.fingerprint} of {hello.block_bytes} bytes, "
+                f"this node {self._context.fingerprint} of {self._context.block_bytes}"
+            )
+        if hello.peer in self._context.dead:
+            raise PeerUnreachableError(f"{hello.node_id} was declared dead")
+        scheme = self._scheme_to(hello)
+        road = self._roads[scheme]
+        road.check_address(hello.addresses[scheme])
+        push = self._context.sends.submit(ticket, scheme, items)
+        if push.queue:
+            road.start(push)
+
+    def cancel_push(self, ticket_id: int) -> None:
+        """Sender: post nothing more; `PushEnded` follows when what was posted is out. Unknown is answered too."""
+        self._context.sends.cancel(ticket_id)
+
+    def finish_push(self, ticket_id: int) -> None:
+        """Sender: no more chunks will come; forget the push once all its blocks are sent. Idempotent."""
+        self._context.sends.finish(ticket_id)
+
+    def withdraw(self, ticket_id: int, *, blocks_sent: int | None = None) -> None:
+        """Receiver: no longer wants the ticket; `Withdrawn` follows when no byte of it can be written any more.
+
+        No block that is not landing now can land afterwards. A landing block is waited for (UCX) or diverted
+        (TCP); if its sender hangs, `peer_dead` releases it. ``blocks_sent`` is the sender's `PushEnded`; it
+        may come in a second call. The roads here know what is landing and do not need it; a one-sided road
+        would. Unknown tickets are ignored.
+        """
+        if blocks_sent is not None and blocks_sent < 0:
+            raise ValueError("blocks_sent is a count")
+        if self._context.receives.withdraw(ticket_id):
+            for road in self._roads.values():
+                road.settle(ticket_id)
+
+    def complete(self, ticket_id: int) -> None:
+        """Receiver: all blocks arrived, the caller has them. No event. Raises `TicketError` if one is missing."""
+        self._context.receives.complete(ticket_id)
+
+    def peer_dead(self, node_id: str, epoch: int) -> None:
+        """This life of the node is over: refuse it from now on, whatever still comes from it.
+
+        Its pushes end with `PushFailed`; tickets expected from it with `Withdrawn`, as soon as it is safe.
+        """
+        peer = PeerId(node_id, epoch)
+        self._context.dead.add(peer)
+        self._context.receives.withdraw_sender(peer)
+        for road in self._roads.values():
+            road.peer_dead(peer)
+
+    def poll(self) -> list[Event]:
+        """Everything that happened since the last call. Works after `close` too."""
+        return self._context.events.drain()
+
+    def stats(self) -> PlaneStats:
+        context = self._context
+        sent, received = context.sends.blocks_sent, context.receives.blocks_received
+        return PlaneStats(
+            bytes_sent=sent * context.block_bytes,
+            bytes_received=received * context.block_bytes,
+            blocks_sent=sent,
+            blocks_received=received,
+            blocks_refused=context.receives.blocks_refused,
+            open_tickets=context.receives.open_tickets,
+            open_pushes=context.sends.open_pushes,
+            connections=sum(road.connections() for road in self._roads.values()),
+            transport=MappingProxyType({scheme: road.transport() for scheme, road in self._roads.items()}),
+        )
+
+    def close(self) -> None:
+        """Send what is queued, for at most a few seconds, then `abort`."""
+        self._end(flush=True)
+
+    def abort(self) -> None:
+        """End now. Open pushes fail, open tickets are withdrawn; no thread, socket or fd is left, and nothing
+        reads or writes the pool any more. Idempotent, like `close`."""
+        self._end(flush=False)
+
+    def _end(self, *, flush: bool) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for road in self._roads.values():
+            road.close(flush=flush)
+        for push in self._context.sends.all_pushes():
+            self._context.sends.fail(push, "the plane was closed")
+        self._context.receives.withdraw_all()
+
+    def _scheme_to(self, hello: Hello) -> str:
+        for scheme in PREFERENCE:
+            if scheme in self._roads and scheme in hello.addresses:
+                return scheme
+        raise PeerUnreachableError(f"{hello.node_id} offers {sorted(hello.addresses)}, this node {sorted(self._roads)}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PlaneClosedError("the plane is closed")

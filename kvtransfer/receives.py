@@ -1,0 +1,208 @@
+"""The receiving half's book: which blocks were consented to, which are landing, which arrived.
+
+Every transport asks this ledger before it lets a byte near the pool (`claim`) and must give every claim back
+exactly once: `landed` (the block holds the sender's bytes) or `abandon` (it does not, and no further byte of it
+can be written). A ticket is `Withdrawn` only when no claim on it is out. That is the whole fence.
+
+Thread-safe: the owner's thread opens and withdraws, the transports' threads claim.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvtransfer.errors import TicketError
+from kvtransfer.events import BlocksArrived, EventBox, ReceiveFailed, Withdrawn
+from kvtransfer.ticket import BlockHandle, PeerId, check_handles
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """One block that may be written now, by ``peer`` if the transport knows it. Held by a transport."""
+
+    ticket_id: int
+    index: int
+    block_id: int
+    peer: PeerId | None
+
+
+@dataclass
+class _Ticket:
+    handles: tuple[BlockHandle, ...]
+    sender: PeerId | None
+    arrived: set[int] = field(default_factory=set)
+    claims: dict[int, Claim] = field(default_factory=dict)
+    introduced: list[PeerId] = field(default_factory=list)
+    withdrawing: bool = False
+
+
+class ReceiveLedger:
+    """Owns no memory: blocks belong to the caller of `open` again after `complete` or the event `Withdrawn`."""
+
+    def __init__(self, num_blocks: int, events: EventBox) -> None:
+        self._num_blocks = num_blocks
+        self._events = events
+        self._lock = threading.Lock()
+        self._tickets: dict[int, _Ticket] = {}
+        self._blocks_in_use: set[int] = set()
+        self.blocks_received = 0
+        self.blocks_refused = 0
+
+    @property
+    def open_tickets(self) -> int:
+        return len(self._tickets)
+
+    def refuse(self) -> None:
+        """Count a block that named no ticket at all."""
+        with self._lock:
+            self.blocks_refused += 1
+
+    def open(self, ticket_id: int, handles: tuple[BlockHandle, ...], sender: PeerId | None) -> None:
+        """Consent. Raises `TicketError` for a known ticket, a bad handle, or a block another ticket still holds."""
+        check_handles(handles, self._num_blocks)
+        blocks = {handle.block_id for handle in handles}
+        with self._lock:
+            if ticket_id in self._tickets:
+                raise TicketError(f"ticket {ticket_id} is already expected")
+            if not blocks.isdisjoint(self._blocks_in_use):
+                raise TicketError("a block of this ticket still belongs to another open ticket")
+            self._blocks_in_use |= blocks
+            self._tickets[ticket_id] = _Ticket(handles, sender)
+
+    def introduce(self, ticket_id: int, peer: PeerId) -> bool:
+        """On a road whose blocks do not name their sender: ``peer`` has proven that it pushes this ticket."""
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is None or ticket.withdrawing or ticket.sender not in (None, peer):
+                self.blocks_refused += 1
+                return False
+            ticket.introduced.append(peer)
+            return True
+
+    def introduced(self, ticket_id: int) -> tuple[PeerId, ...]:
+        """Every peer that was introduced to this ticket, the latest last."""
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            return () if ticket is None else tuple(ticket.introduced)
+
+    def claim(self, ticket_id: int, index: int, generation: int | None, peer: PeerId | None) -> Claim | None:
+        """Ask to write one block; None (counted) for anything that was not consented to, or not any more.
+
+        ``generation`` is None on transports that do not carry it.
+        """
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            if (
+                ticket is None
+                or ticket.withdrawing
+                or not 0 <= index < len(ticket.handles)
+                or (generation is not None and ticket.handles[index].generation != generation)
+                or (ticket.sender is not None and peer is not None and ticket.sender != peer)
+                or index in ticket.arrived
+                or index in ticket.claims
+            ):
+                self.blocks_refused += 1
+                return None
+            claim = Claim(ticket_id, index, ticket.handles[index].block_id, peer)
+            ticket.claims[index] = claim
+            return claim
+
+    def landed(self, claims: Iterable[Claim]) -> None:
+        """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for."""
+        with self._lock:
+            for claim in claims:
+                ticket = self._give_back(claim)
+                self.blocks_received += 1
+                if ticket.withdrawing:
+                    self._finish_withdrawal(claim.ticket_id, ticket)
+                else:
+                    ticket.arrived.add(claim.index)
+                    self._events.put(BlocksArrived(claim.ticket_id, (claim.index,)))
+        self._events.wake()
+
+    def abandon(self, claims: Iterable[Claim], reason: str) -> None:
+        """The blocks did not arrive and cannot be written any more. Emits `ReceiveFailed` or `Withdrawn`."""
+        with self._lock:
+            for claim in claims:
+                ticket = self._give_back(claim)
+                if ticket.withdrawing:
+                    self._finish_withdrawal(claim.ticket_id, ticket)
+                else:
+                    self._events.put(ReceiveFailed(claim.ticket_id, reason))
+        self._events.wake()
+
+    def doubt(self, claims: Iterable[Claim], reason: str) -> None:
+        """The blocks will not arrive, but bytes may still be written: tell the owner, keep the claims."""
+        with self._lock:
+            for claim in claims:
+                if not self._tickets[claim.ticket_id].withdrawing:
+                    self._events.put(ReceiveFailed(claim.ticket_id, reason))
+        self._events.wake()
+
+    def withdraw(self, ticket_id: int) -> bool:
+        """Take the consent back; no claim is granted from here on. Unknown tickets are none of our business.
+
+        Returns whether claims are still out, that is, whether a transport has something to settle.
+        """
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is None:
+                return False
+            ticket.withdrawing = True
+            self._finish_withdrawal(ticket_id, ticket)
+            outstanding = bool(ticket.claims)
+        self._events.wake()
+        return outstanding
+
+    def withdraw_sender(self, sender: PeerId) -> None:
+        """Withdraw every ticket that was opened for this sender."""
+        with self._lock:
+            ticket_ids = [number for number, ticket in self._tickets.items() if ticket.sender == sender]
+        for ticket_id in ticket_ids:
+            self.withdraw(ticket_id)
+
+    def withdraw_all(self) -> None:
+        """Withdraw everything: nothing can write any more."""
+        with self._lock:
+            ticket_ids = list(self._tickets)
+        for ticket_id in ticket_ids:
+            self.withdraw(ticket_id)
+
+    def is_withdrawing(self, ticket_id: int) -> bool:
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            return ticket is not None and ticket.withdrawing
+
+    def wanted(self) -> set[int]:
+        """Tickets that are open and not being withdrawn."""
+        with self._lock:
+            return {number for number, ticket in self._tickets.items() if not ticket.withdrawing}
+
+    def complete(self, ticket_id: int) -> None:
+        """Forget a ticket all of whose blocks arrived. Raises `TicketError` if one is missing; unknown is fine."""
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is None:
+                return
+            missing = len(ticket.handles) - len(ticket.arrived)
+            if missing or ticket.withdrawing:
+                raise TicketError(f"ticket {ticket_id} is not complete: {missing} blocks missing")
+            self._forget(ticket_id, ticket)
+
+    def _give_back(self, claim: Claim) -> _Ticket:
+        ticket = self._tickets[claim.ticket_id]
+        if ticket.claims.get(claim.index) is not claim:
+            raise RuntimeError(f"claim on block {claim.index} of ticket {claim.ticket_id} given back twice")
+        del ticket.claims[claim.index]
+        return ticket
+
+    def _finish_withdrawal(self, ticket_id: int, ticket: _Ticket) -> None:
+        if not ticket.claims:
+            self._forget(ticket_id, ticket)
+            self._events.put(Withdrawn(ticket_id))
+
+    def _forget(self, ticket_id: int, ticket: _Ticket) -> None:
+        del self._tickets[ticket_id]
+        self._blocks_in_use.difference_update(handle.block_id for handle in ticket.handles)

@@ -1,0 +1,94 @@
+"""Opens a plane: the table from scheme to transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvtransfer.errors import LayoutError, TransportUnavailableError
+from kvtransfer.events import EventBox
+from kvtransfer.plane import Identity, KVPlane
+from kvtransfer.receives import ReceiveLedger
+from kvtransfer.road import Pool, Road, RoadContext
+from kvtransfer.sends import SendLedger
+from kvtransfer.ticket import PeerId
+
+
+def _open_inproc(context: RoadContext) -> Road:
+    from kvtransfer.inproc import InprocRoad
+
+    return InprocRoad(context)
+
+
+def _open_tcp(context: RoadContext) -> Road:
+    from kvtransfer.tcp import TcpRoad
+
+    return TcpRoad(context)
+
+
+def _open_ucx(context: RoadContext) -> Road:
+    # Here and not above: a machine without ucxx must still be able to use tcp.
+    from kvtransfer.ucx_road import UcxRoad
+
+    return UcxRoad(context)
+
+
+_ROADS: Final[dict[str, Callable[[RoadContext], Road]]] = {
+    "inproc": _open_inproc,
+    "tcp": _open_tcp,
+    "ucx": _open_ucx,
+}
+SCHEMES: Final = tuple(_ROADS)
+
+
+def open_plane(
+    schemes: Sequence[str],
+    pool: Pool,
+    identity: tuple[str, int, str],
+    *,
+    host: str = "127.0.0.1",
+    secret: bytes | None,
+    wakeup: Callable[[], None],
+) -> KVPlane:
+    """Open a plane that offers these schemes.
+
+    ``pool`` is a C-contiguous, writable uint8 array ``[num_blocks, block_bytes]``, borrowed until the plane is
+    closed; ``identity`` is (node id, epoch, layout fingerprint). ``host`` is the address that is bound *and*
+    told to peers; without a ``secret`` it must be loopback. ``wakeup`` is called on another thread whenever
+    `poll` has something to say; it must neither block nor raise.
+
+    Raises `LayoutError` for an unfit pool, `TransportUnavailableError` for a scheme that is unknown, whose
+    library is missing, or that cannot bind.
+    """
+    if not schemes:
+        raise TransportUnavailableError("a plane needs at least one scheme")
+    for scheme in schemes:
+        if scheme not in _ROADS:
+            raise TransportUnavailableError(f"unknown scheme {scheme!r}; one of {', '.join(SCHEMES)}")
+    _check_pool(pool)
+    me = Identity(*identity)
+    events = EventBox(wakeup)
+    num_blocks = int(pool.shape[0])
+    context = RoadContext(
+        pool=pool,
+        me=PeerId(me.node_id, me.epoch),
+        fingerprint=me.fingerprint,
+        secret=secret,
+        host=host,
+        events=events,
+        receives=ReceiveLedger(num_blocks, events),
+        sends=SendLedger(num_blocks, events),
+    )
+    return KVPlane(context, {scheme: _ROADS[scheme] for scheme in schemes})
+
+
+def _check_pool(pool: Pool) -> None:
+    # The transports take the pointer and check nothing themselves.
+    if pool.ndim != 2 or pool.dtype != np.uint8 or 0 in pool.shape:
+        raise LayoutError("a pool is a non-empty uint8 array [num_blocks, block_bytes]")
+    if not pool.flags.c_contiguous:
+        raise LayoutError("a pool must be C-contiguous: a block is one run of bytes")
+    if not pool.flags.writeable:
+        raise LayoutError("a pool must be writable")

@@ -1,0 +1,142 @@
+"""The receiving end of the UCX road: one worker, asked for each message where it may go.
+
+There is no generation on this wire. A tag names (ticket, block), ticket numbers are never used twice, and a
+message is received into the pool only while that block of that ticket is open: that is the fence.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import numpy as np
+
+from kvtransfer.events import PeerLost
+from kvtransfer.receives import Claim
+from kvtransfer.road import RoadContext
+from kvtransfer.ticket import INDEX_BITS, PeerId
+from kvtransfer.ucx import Buffer, Context, Message, Request, Worker
+from kvtransfer.ucx_wire import INTRODUCTION_INDEX, MAX_INTRODUCTION_BYTES, read_introduction
+
+# A retired worker serves the tickets that know its address for so long at most.
+RETIRED_S: Final = 30.0
+_INDEX_MASK: Final = (1 << INDEX_BITS) - 1
+
+
+class Intake:
+    """Owned by the kv-io thread. Holds the claims of the blocks that are landing through its worker.
+
+    Fence. A claim whose peer died, or whose receive ended with an error, is *doubtful*: UCX may still write the
+    block. It is given back only after the worker is destroyed. To hurt nobody else, the road first retires the
+    intake: new tickets get another worker, this one goes on until its last good ticket is over.
+    """
+
+    def __init__(self, ucx: Context, context: RoadContext) -> None:
+        self.worker = Worker(ucx)
+        self.retired = False
+        self._context = context
+        self._landing: list[tuple[Request, Claim]] = []
+        self._dropping: list[Request] = []
+        self._introducing: list[tuple[Request, int, Buffer]] = []
+        self._doubtful: list[tuple[Request, Claim]] = []
+        self._serving: set[int] = set()
+        self._retired_until = 0.0
+        self._void = np.zeros(1, np.uint8)
+
+    @property
+    def needs_fence(self) -> bool:
+        return bool(self._doubtful)
+
+    def turn(self) -> None:
+        """Progress, decide on what arrived, report what landed."""
+        self.worker.progress()
+        while (message := self.worker.probe()) is not None:
+            self._decide(message)
+        self._reap()
+
+    def peer_dead(self, peer: PeerId) -> None:
+        """Doubt every block that may be this peer's. A ticket may have had several senders; doubt is cheap."""
+        receives = self._context.receives
+        mine = [pair for pair in self._landing if peer in receives.introduced(pair[1].ticket_id)]
+        self._doubt(mine, "the peer was declared dead")
+
+    def retire(self) -> None:
+        """Call when the road already gives out another address: only tickets open now can know this one."""
+        self.retired = True
+        self._serving = self._context.receives.wanted()
+        self._serving -= {claim.ticket_id for _, claim in self._doubtful}
+        self._retired_until = time.monotonic() + RETIRED_S
+
+    def is_over(self) -> bool:
+        """Retired, and no ticket is left that would miss the worker."""
+        if not self.retired:
+            return False
+        self._serving &= self._context.receives.wanted()
+        self._serving -= {claim.ticket_id for _, claim in self._doubtful}
+        return not self._serving or time.monotonic() >= self._retired_until
+
+    def destroy(self, reason: str) -> None:
+        """The fence: destroy the worker, then give back every claim."""
+        requests = [request for request, _ in self._landing + self._doubtful]
+        requests += self._dropping + [request for request, _, _ in self._introducing]
+        self.worker.destroy(requests)
+        claims = [claim for _, claim in self._landing + self._doubtful]
+        self._landing, self._doubtful, self._dropping, self._introducing = [], [], [], []
+        self._context.receives.abandon(claims, reason)
+
+    def _decide(self, message: Message) -> None:
+        receives = self._context.receives
+        ticket_id, index = message.tag >> INDEX_BITS, message.tag & _INDEX_MASK
+        if index == INTRODUCTION_INDEX and message.length <= MAX_INTRODUCTION_BYTES:
+            buffer = np.zeros(max(1, message.length), np.uint8)
+            self._introducing.append((self.worker.receive(message, buffer), ticket_id, buffer))
+            # Small, so it is here already, and it must count before the block behind it is looked at.
+            self._reap_introductions()
+            return
+        claim = None
+        known = receives.introduced(ticket_id)
+        if known and message.length == self._context.block_bytes and known[-1] not in self._context.dead:
+            claim = receives.claim(ticket_id, index, None, known[-1])
+        else:
+            receives.refuse()
+        if claim is None:
+            self._dropping.append(self.worker.receive(message, self._void))
+        else:
+            request = self.worker.receive(message, self._context.pool[claim.block_id])
+            self._landing.append((request, claim))
+
+    def _reap(self) -> None:
+        self._reap_introductions()
+        self._dropping = [request for request in self._dropping if not request.done]
+        done = [pair for pair in self._landing if pair[0].done]
+        if not done:
+            return
+        self._landing = [pair for pair in self._landing if not pair[0].done]
+        landed: list[Claim] = []
+        for request, claim in done:
+            error = request.error()
+            if error is None:
+                landed.append(claim)
+            else:
+                self._doubt([(request, claim)], error)
+                if claim.peer is not None and claim.peer not in self._context.dead:
+                    self._context.events.put(PeerLost(claim.peer.node_id, claim.peer.epoch))
+        self._context.receives.landed(landed)
+
+    def _reap_introductions(self) -> None:
+        waiting = []
+        for request, ticket_id, buffer in self._introducing:
+            if not request.done:
+                waiting.append((request, ticket_id, buffer))
+            elif request.error() is None:
+                peer = read_introduction(self._context, ticket_id, buffer.tobytes())
+                if peer is None or peer in self._context.dead:
+                    self._context.receives.refuse()
+                else:
+                    self._context.receives.introduce(ticket_id, peer)
+        self._introducing = waiting
+
+    def _doubt(self, pairs: list[tuple[Request, Claim]], reason: str) -> None:
+        self._landing = [pair for pair in self._landing if pair not in pairs]
+        self._doubtful += pairs
+        self._context.receives.doubt([claim for _, claim in pairs], reason)

@@ -1,0 +1,217 @@
+"""The UCX road: a sending worker, a receiving worker (and retired ones), one kv-io thread that owns them all."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvtransfer.errors import TransportUnavailableError
+from kvtransfer.road import Road, RoadContext
+from kvtransfer.sends import Push
+from kvtransfer.ticket import PeerId
+from kvtransfer.ucx import Context, UcxError, Worker
+from kvtransfer.ucx_inbound import Intake
+from kvtransfer.ucx_outbound import Link
+from kvtransfer.ucx_wire import open_address, seal_address
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S: Final = 5.0
+_CLOSE_S: Final = 2.0
+# While a retired worker or a failed endpoint waits for its end, somebody must look.
+_LOOK_S: Final = 0.02
+
+
+class UcxRoad(Road):
+    """Raises `TransportUnavailableError` without ucxx, or off loopback without a secret."""
+
+    def __init__(self, context: RoadContext) -> None:
+        self._context = context
+        self._ucx = Context(loopback_only=_is_loopback(context))
+        self._sending = Worker(self._ucx)
+        self._intake = Intake(self._ucx, context)
+        self._retired: list[Intake] = []
+        self._address = seal_address(context.secret, self._intake.worker.address)
+        self._links: dict[tuple[PeerId, bytes], Link] = {}
+        self._failed: list[Link] = []
+        self._transports = ""
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._stop_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        for fd in (self._wake_read.fileno(), self._sending.fd, self._intake.worker.fd):
+            self._selector.register(fd, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="kv-io-ucx", daemon=True)
+        self._thread.start()
+
+    def address(self) -> bytes:
+        return self._address
+
+    def check_address(self, address: bytes) -> None:
+        open_address(self._context.secret, address)
+
+    def start(self, push: Push) -> None:
+        if not self._post(partial(self._start, push)):
+            self._context.sends.fail(push, "the plane was closed")
+
+    def settle(self, ticket_id: int) -> None:
+        """Blocks that are landing cannot be stopped; they give their claims back when they have landed."""
+
+    def peer_dead(self, peer: PeerId) -> None:
+        self._post(partial(self._drop_peer, peer))
+
+    def connections(self) -> int:
+        return len(self._links)
+
+    def transport(self) -> str:
+        return self._transports or "ucx, nothing sent yet"
+
+    def close(self, *, flush: bool) -> None:
+        self._post(partial(self._stop, _FLUSH_S if flush else 0.0))
+        self._thread.join()
+
+    # ---- kv-io thread from here on
+
+    def _run(self) -> None:
+        try:
+            while not self._may_stop():
+                self._turn()
+                self._sleep()
+        finally:
+            self._tear_down()
+
+    def _turn(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._sending.progress()
+        for intake in (self._intake, *self._retired):
+            intake.turn()
+        if self._intake.needs_fence:
+            self._retire()
+        for intake in [intake for intake in self._retired if intake.is_over()]:
+            self._retired.remove(intake)
+            self._selector.unregister(intake.worker.fd)
+            intake.destroy("its sender is gone")
+        for link in list(self._links.values()):
+            link.turn()
+            self._transports = link.transports or self._transports
+            if link.failed:
+                del self._links[link.peer, link.address]
+                self._failed.append(link)
+        for link in self._failed:
+            link.turn()
+        self._failed = [link for link in self._failed if not link.gone]
+        self._context.events.wake()
+
+    def _sleep(self) -> None:
+        workers = [self._sending, self._intake.worker, *(intake.worker for intake in self._retired)]
+        if not all(worker.arm() for worker in workers):
+            return
+        timeout = _LOOK_S if self._retired or self._failed or self._stop_at is not None else None
+        for key, _ in self._selector.select(timeout):
+            if key.fd == self._wake_read.fileno():
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_read.recv(4096)
+
+    def _retire(self) -> None:
+        old = self._intake
+        self._intake = Intake(self._ucx, self._context)
+        self._selector.register(self._intake.worker.fd, selectors.EVENT_READ)
+        # The new address first: then only tickets that are open now can name the old one.
+        self._address = seal_address(self._context.secret, self._intake.worker.address)
+        old.retire()
+        self._retired.append(old)
+        logger.info("a kv receive broke off: new UCX worker, the old one is retired")
+
+    def _start(self, push: Push) -> None:
+        if push.over:
+            return
+        if push.peer in self._context.dead:
+            self._context.sends.fail(push, "the peer was declared dead")
+            return
+        link = self._links.get((push.peer, push.address))
+        if link is None:
+            try:
+                link = Link(push, self._sending, self._context)
+            except UcxError as error:
+                self._context.sends.fail(push, f"cannot connect: {error}")
+                return
+            self._links[link.peer, link.address] = link
+        link.add(push)
+
+    def _drop_peer(self, peer: PeerId) -> None:
+        for link in self._links.values():
+            if link.peer == peer:
+                link.fail("the peer was declared dead")
+        for push in self._context.sends.pushes_to(peer, "ucx"):
+            self._context.sends.fail(push, "the peer was declared dead")
+        for intake in (self._intake, *self._retired):
+            intake.peer_dead(peer)
+
+    def _stop(self, flush_s: float) -> None:
+        self._stop_at = time.monotonic() + flush_s
+
+    def _may_stop(self) -> bool:
+        if self._stop_at is None:
+            return False
+        return time.monotonic() >= self._stop_at or not any(link.busy for link in self._links.values())
+
+    def _tear_down(self) -> None:
+        with self._lock:
+            self._ended = True
+        links = [*self._links.values(), *self._failed]
+        for link in links:
+            link.fail("the plane was closed")
+        until = time.monotonic() + _CLOSE_S
+        while any(not link.gone for link in links) and time.monotonic() < until:
+            self._sending.progress()
+            for link in links:
+                link.turn()
+        self._sending.destroy([request for link in links for request in link.requests()])
+        for link in links:
+            link.give_up()
+        self._links.clear()
+        self._failed.clear()
+        for intake in (self._intake, *self._retired):
+            intake.destroy("the plane was closed")
+        self._commands.clear()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+        self._context.events.wake()
+
+    # ---- either thread
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        with self._lock:
+            if self._ended:
+                return False
+            self._commands.append(command)
+            # A full pipe means the thread has been woken already.
+            with contextlib.suppress(BlockingIOError):
+                self._wake_write.send(b"\0")
+        return True
+
+
+def _is_loopback(context: RoadContext) -> bool:
+    try:
+        where = socket.getaddrinfo(context.host, 0, type=socket.SOCK_STREAM)[0][4]
+    except OSError as error:
+        raise TransportUnavailableError(f"cannot resolve {context.host!r}") from error
+    loopback = ipaddress.ip_address(where[0]).is_loopback
+    if not loopback and not context.secret:
+        raise TransportUnavailableError("without a shared secret only a loopback address may be bound")
+    return loopback

@@ -1,0 +1,33 @@
+"""`python -m prefill_node`: one prefill node as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from cluster.config import ConfigError
+from cluster.parent import exit_with_parent
+from cluster.telemetry import setup_logging
+from engine.node_config import node_config, node_parser
+
+DESCRIPTION = "Computes prompts in chunks and pushes their KV blocks to decode nodes."
+
+
+def main() -> int:
+    """Run until SIGTERM; exit status 2 for settings that cannot work."""
+    args = node_parser("prefill", DESCRIPTION).parse_args()
+    exit_with_parent()
+    setup_logging(args.node_id or "prefill")
+    try:
+        config = node_config(args, "prefill")
+    except ConfigError as error:
+        print(f"prefill node: {error}", file=sys.stderr)  # noqa: T201 - before any log is of use
+        return 2
+    # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
+    from prefill_node.service import serve
+
+    return asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Whether a submitted request can run on this prefill node at all. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.errors import BatonError, ContextLengthError, NodeStateError, TransferError
+from cluster.wire import Submit
+from kvtransfer.errors import KVTransferError
+from kvtransfer.ticket import TransferTicket, decode_ticket
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings:
+    """``max_batch_tokens`` is the token budget of one step; ``max_active`` bounds the prompts that interleave."""
+
+    block_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_active: int
+    max_model_len: int
+    fingerprint: str
+
+
+def check_submit(submit: Submit, settings: PrefillSettings) -> BatonError | None:
+    """Why ``submit`` can never run here, or None."""
+    prompt_len, size = len(submit.prompt_token_ids), settings.block_size
+    num_blocks = -(-prompt_len // size)
+    ticket = submit.ticket
+    if ticket.fingerprint != settings.fingerprint:
+        return NodeStateError("the prefill and decode node serve different models or KV layouts")
+    if not 0 < prompt_len < settings.max_model_len or len(submit.block_hashes) != prompt_len // size:
+        return ContextLengthError("the prompt does not fit the model's context")
+    if num_blocks > settings.num_blocks:
+        return ContextLengthError("the prompt needs more KV blocks than the prefill node has")
+    first = ticket.first_missing_token
+    if first % size or not 0 <= first <= prompt_len or ticket.num_blocks != num_blocks - first // size:
+        return NodeStateError("the ticket does not cover the prompt")
+    return None
+
+
+def open_ticket(submit: Submit) -> TransferTicket | None:
+    """The transfer part of the ticket, or None if no block is missing. Raises :class:`TransferError`."""
+    if not submit.ticket.num_blocks:
+        return None
+    try:
+        transfer = decode_ticket(submit.ticket.transfer)
+    except KVTransferError as error:
+        raise TransferError("the decode node's ticket cannot be read") from error
+    if len(transfer.handles) != submit.ticket.num_blocks:
+        raise TransferError("the ticket's handles do not match its size")
+    return transfer

@@ -1,0 +1,143 @@
+"""One request's life on the prefill node: its states, its blocks, what has been computed and what sent.
+
+Ownership: the handoff owns every block of ``block_table`` under its key's name, from admission until ``released``.
+They are given back only when no step writes them and the transport no longer reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.request import RequestKey, SamplingParams
+from cluster.transitions import Life, TransitionTable
+from cluster.wire import Capsule, Party, Ticket
+from engine.instructions import Push
+from kvtransfer.ticket import TransferTicket
+
+
+class HandoffState(Enum):
+    """``ended``: the request finished at token 0, nothing more is sent."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    SENDING = "sending"
+    ACKNOWLEDGED = "acknowledged"
+    ENDED = "ended"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    RELEASED = "released"
+
+
+HANDOFF = TransitionTable(
+    "prefill handoff",
+    HandoffState.QUEUED,
+    {
+        HandoffState.QUEUED: (HandoffState.PREFILLING, HandoffState.CANCELLED, HandoffState.FAILED),
+        HandoffState.PREFILLING: (
+            HandoffState.SENDING,
+            HandoffState.ENDED,
+            HandoffState.CANCELLED,
+            HandoffState.FAILED,
+        ),
+        HandoffState.SENDING: (HandoffState.ACKNOWLEDGED, HandoffState.CANCELLED, HandoffState.FAILED),
+        HandoffState.ACKNOWLEDGED: (HandoffState.RELEASED,),
+        HandoffState.ENDED: (HandoffState.RELEASED,),
+        HandoffState.CANCELLED: (HandoffState.RELEASED,),
+        HandoffState.FAILED: (HandoffState.RELEASED,),
+        HandoffState.RELEASED: (),
+    },
+)
+
+# States from which the only way on is to give everything back.
+LEAVING = (HandoffState.ENDED, HandoffState.CANCELLED, HandoffState.FAILED)
+
+
+@dataclass(slots=True)
+class Handoff:
+    """A request on the prefill node. Mutable, changed only by :class:`prefill_node.scheduler.PrefillState`."""
+
+    key: RequestKey
+    router: Party
+    prompt: tuple[int, ...]
+    block_names: tuple[bytes, ...]
+    sampling: SamplingParams
+    num_emitted: int
+    ticket: Ticket
+    transfer: TransferTicket | None
+    deadline_s: float
+    queued_s: float
+    life: Life[HandoffState]
+    started_s: float = 0.0
+    block_table: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_computed: int = 0
+    num_scheduled: int = 0
+    num_named: int = 0
+    num_pushed: int = 0
+    num_sent: int = 0
+    push_open: bool = False
+    cancel_asked: bool = False
+    blocks_sent: int = 0
+    askers: list[Party] = field(default_factory=list)
+
+    @property
+    def owner(self) -> str:
+        """The name under which this request owns blocks."""
+        return str(self.key)
+
+    @property
+    def state(self) -> HandoffState:
+        """Where in its life it is."""
+        return self.life.state
+
+    @property
+    def num_remaining(self) -> int:
+        """Prompt tokens not yet computed."""
+        return len(self.prompt) - self.num_computed
+
+    @property
+    def in_step(self) -> bool:
+        """True while a step that writes this request's blocks is being executed."""
+        return self.num_scheduled > 0
+
+    @property
+    def ends_at_token0(self) -> bool:
+        """True if the length limit allows only token 0: no block need ever be sent."""
+        return self.sampling.max_tokens - self.num_emitted <= 1
+
+    def take_ready(self, block_size: int) -> Push | None:
+        """Blocks complete since the last call, to be pushed now; the partial last one once all is computed."""
+        done = self.num_computed == len(self.prompt)
+        ready = len(self.block_table) if done else self.num_computed // block_size
+        if self.ends_at_token0 or self.transfer is None or ready <= self.num_pushed:
+            return None
+        first = self.ticket.first_missing_token // block_size
+        items = tuple((i - first, self.block_table[i]) for i in range(self.num_pushed, ready))
+        used = len(self.prompt) % block_size
+        self.push_open = True
+        self.num_pushed = ready
+        return Push(self.transfer, items, (self.block_table[-1], used) if done and used else None)
+
+    def capsule(self, token0: int, block_size: int) -> Capsule:
+        """All the decode node needs besides the blocks, given that ``token0`` does not end the request."""
+        num_full = len(self.prompt) // block_size
+        return Capsule(
+            prompt_len=len(self.prompt),
+            token0=token0,
+            num_emitted=self.num_emitted + 1,
+            tail_token_ids=self.prompt[num_full * block_size :],
+            sampling=self.sampling,
+        )
+
+    def report(self) -> dict[str, str | int | float]:
+        """One row of ``/debug/kv``."""
+        return {
+            "key": str(self.key),
+            "state": self.state.value,
+            "entered_s": self.life.entered_s,
+            "deadline_s": self.deadline_s,
+            "blocks": len(self.block_table),
+            "router": self.router.id,
+            "peer": self.ticket.decode.id,
+        }

@@ -1,0 +1,165 @@
+"""The router's HTTP front: OpenAI's routes, and those that operators and load balancers ask.
+
+Nothing below knows nodes, queues or placement: a request becomes a :class:`~router.planning.Plan`, the plan
+an :class:`~router.answer.Answer` that reads from the :class:`~router.generation.Generator`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from fastapi import FastAPI
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from cluster.errors import BatonError, EngineError, InvalidRequestError, MethodNotAllowedError, NotFoundError
+from router.answer import Answer
+from router.body import read_body
+from router.generation import Generator
+from router.metrics import Metrics
+from router.middleware import RECORD_KEY, FrontMiddleware, RequestRecord, error_response
+from router.planning import Plan, Planner
+from router.schemas import decode_chat, decode_completion
+from router.tokenizer import Tokenizer
+
+_READY_RETRY_S: Final = "1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontSettings:
+    """What the HTTP front can be told.
+
+    ``max_model_len`` counts prompt plus output. ``body_timeout_s`` limits the arrival of a whole request body,
+    ``send_timeout_s`` the time a client may leave one frame of a stream unread once the socket is full.
+    ``system_fingerprint`` should change with the weights and the engine's version.
+    """
+
+    served_name: str
+    max_model_len: int
+    version: str
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 30.0
+    system_fingerprint: str | None = None
+
+
+class _Front:
+    """The route handlers, and what they share."""
+
+    def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, generator: Generator, metrics: Metrics) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._generator = generator
+        self._metrics = metrics
+        self._planner = Planner(settings.served_name, settings.max_model_len, tokenizer, generator)
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        return self._answer(await self._planner.completion(decode_completion(body)))
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        return self._answer(await self._planner.chat(decode_chat(body)))
+
+    async def models(self) -> Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._planner.check_model(request.path_params["model_id"])
+        return _json(self._model_card())
+
+    async def health(self) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self) -> Response:
+        readiness = self._generator.ready()
+        if readiness.ready:
+            return _json({"ready": True})
+        return _json({"ready": False, "reason": readiness.reason}, status=503, headers={"retry-after": _READY_RETRY_S})
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def version(self) -> Response:
+        return _json({"version": self._settings.version})
+
+    async def _body(self, request: Request) -> bytes:
+        settings = self._settings
+        return await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+
+    def _answer(self, plan: Plan) -> Answer:
+        return Answer(
+            plan,
+            model=self._settings.served_name,
+            system_fingerprint=self._settings.system_fingerprint,
+            tokenizer=self._tokenizer,
+            generator=self._generator,
+            metrics=self._metrics,
+            send_timeout_s=self._settings.send_timeout_s,
+        )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.served_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": self._settings.served_name,
+            "parent": None,
+            "max_model_len": self._settings.max_model_len,
+        }
+
+
+def create_app(settings: FrontSettings, tokenizer: Tokenizer, generator: Generator, metrics: Metrics) -> FastAPI:
+    """Build the application; nothing runs until it is served."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(FrontMiddleware, metrics=metrics)
+    app.add_exception_handler(BatonError, _on_baton_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
+    front = _Front(settings, tokenizer, generator, metrics)
+    app.add_api_route("/v1/completions", front.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", front.chat_completions, methods=["POST"])
+    readable = ["GET", "HEAD"]
+    app.add_api_route("/v1/models", front.models, methods=readable)
+    app.add_api_route("/v1/models/{model_id:path}", front.model, methods=readable)
+    app.add_api_route("/health", front.health, methods=readable)
+    app.add_api_route("/ready", front.ready, methods=readable)
+    app.add_api_route("/metrics", front.metrics, methods=readable)
+    app.add_api_route("/version", front.version, methods=readable)
+    return app
+
+
+def _json(content: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json", headers=headers)
+
+
+async def _on_baton_error(_: Request, error: Exception) -> Response:
+    return error_response(error if isinstance(error, BatonError) else EngineError("Internal error."))
+
+
+async def _on_http_exception(_: Request, error: Exception) -> Response:
+    """Translate what the framework itself refuses: unknown paths and wrong methods."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 404:
+        return error_response(NotFoundError("Unknown path."))
+    if status == 405:
+        response = error_response(MethodNotAllowedError("This path does not take that method."))
+        allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
+        if allowed is not None:
+            response.headers["allow"] = allowed
+        return response
+    return error_response(InvalidRequestError("Bad request.") if status < 500 else EngineError("Internal error."))
+
+
+async def _on_client_disconnect(request: Request, _: Exception) -> Response:
+    """Nobody reads this; it ends the request with the status that logs know for it."""
+    record: RequestRecord = request.scope[RECORD_KEY]
+    record.outcome = "cancelled"
+    return Response(status_code=499)

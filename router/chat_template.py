@@ -1,0 +1,121 @@
+"""The model's own chat template, rendered as transformers renders it, in a sandbox.
+
+The template comes with the model files; the messages come from anyone. Neither may reach Python objects:
+jinja2's immutable sandbox holds that, and every failure inside a template is the request's (400), not ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from cluster.errors import InvalidRequestError
+
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's words for training; here its body is all that matters."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own way to declare it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens it may write."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._source = source
+        self._special_tokens = special_tokens
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._template = environment.from_string(source)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> ChatTemplate | None:
+        """The template in a model's directory, None if it has none."""
+        config = read_json_object(directory / "tokenizer_config.json")
+        special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
+        file = directory / "chat_template.jinja"
+        source = file.read_text("utf-8") if file.is_file() else _configured(config.get("chat_template"))
+        return None if source is None else cls(source, special)
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The conversation as text, open for the assistant's answer.
+
+        Raises :class:`InvalidRequestError` if the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise self._refusal(error.message) from None
+        # A template is a program: messages that it did not expect fail in any of these ways.
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError):
+            raise self._refusal(None) from None
+
+    def _refusal(self, reason: str | None) -> InvalidRequestError:
+        text = "The model's chat template does not accept these messages"
+        # Only words that stand in the template itself: a template may also build its message from the prompt.
+        if reason and reason in self._source:
+            return InvalidRequestError(f"{text}: {reason}", param="messages")
+        return InvalidRequestError(f"{text}.", param="messages")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a model's directory; empty if the file does not exist."""
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text("utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _configured(entry: Any) -> str | None:
+    """``chat_template`` of tokenizer_config.json: a template, or a list of named ones."""
+    if isinstance(entry, list):
+        named = {item["name"]: item["template"] for item in entry}
+        entry = named.get("default")
+    return entry if isinstance(entry, str) else None
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token is written as its text or as an object with ``content``."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML; transformers' does not."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

@@ -1,0 +1,51 @@
+"""The router's in-memory index of who holds which prefix. Lookups never wait; a task keeps it up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from cluster.directory import FOLLOW_S, DirectoryError, PrefixFollower, PrefixReader
+from cluster.wire import Party
+from router.naming import PromptNames
+from router.policy import Candidate
+
+log = logging.getLogger(__name__)
+
+
+class DirectoryIndex:
+    """Owns one reader for each node life; ``parties`` says which lives matter now."""
+
+    def __init__(self, follower: PrefixFollower, parties: Callable[[], Iterable[Party]]) -> None:
+        self._follower = follower
+        self._parties = parties
+        self._readers: dict[Party, PrefixReader] = {}
+
+    def cached_tokens(self, node: Candidate, names: PromptNames) -> int:
+        """Tokens of the longest prefix that the node's cache is known to hold."""
+        reader = self._readers.get(node.party)
+        if reader is None or not reader.names:
+            return 0
+        _seed, block_names = names.of(node.fingerprint, node.block_size)
+        held = 0
+        for name in block_names:
+            if name not in reader.names:
+                break
+            held += 1
+        return held * node.block_size
+
+    async def run(self) -> None:
+        """Follow the directory until cancelled."""
+        while True:
+            parties = set(self._parties())
+            for gone in self._readers.keys() - parties:
+                del self._readers[gone]
+            for party in sorted(parties, key=lambda p: p.id):
+                reader = self._readers.setdefault(party, self._follower.reader(party))
+                try:
+                    await reader.update()
+                except DirectoryError as error:
+                    log.warning("%s: %s", party.id, error)
+                    break
+            await asyncio.sleep(FOLLOW_S)

@@ -1,0 +1,215 @@
+"""One request's way through the cluster, as one coroutine: place, reserve, submit, relay, and clean up.
+
+The order is the protocol's (``docs/journey.md``): a decode node grants room first, then the prefill node gets the
+prompt with that ticket; token 0 comes from the prefill node, every later one from the decode node. Whatever ends
+the coroutine early (an error, the client's going, a lost node) cancels both nodes, and the router remembers the
+dispatch until they confirm.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+
+from cluster.errors import (
+    BatonError,
+    ContextLengthError,
+    NoUsablePairError,
+    OverloadedError,
+    TransferError,
+    WorkerLostError,
+    error_from_wire,
+)
+from cluster.request import RequestId, RequestKey
+from cluster.wire import Failed, Granted, Refused, Reserve, Submit, Token0, TokenItem
+from router.generation import Generation, Readiness, TokenDelta
+from router.mailbox import Mailbox, NodeLost, Switchboard
+from router.naming import PromptNames
+from router.placement import Placer
+from router.policy import Booking, Demand, Placement
+from router.queue import Turn, WaitingLine, Wanted
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchSettings:
+    """Time limits in seconds: for D's answer to Reserve, until token 0, and between later tokens."""
+
+    reserve_timeout_s: float = 5.0
+    token0_timeout_s: float = 300.0
+    token_timeout_s: float = 60.0
+
+
+class Dispatcher:
+    """The :class:`router.generation.Generator` that serves requests on prefill and decode nodes."""
+
+    def __init__(self, switchboard: Switchboard, placer: Placer, line: WaitingLine, settings: DispatchSettings) -> None:
+        self._switchboard = switchboard
+        self._placer = placer
+        self._line = line
+        self._settings = settings
+
+    def ready(self) -> Readiness:
+        """See :class:`router.generation.Generator`."""
+        return self._placer.readiness()
+
+    def max_request_tokens(self) -> int | None:
+        """See :class:`router.generation.Generator`."""
+        return self._placer.max_request_tokens()
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
+        """Serve one request. A failure before its first token is tried once more on what is alive then."""
+        job = _Job(generation, self._line.turn())
+        failures = 0
+        while True:
+            emitted = False
+            try:
+                async with aclosing(self._attempt(job)) as deltas:
+                    async for delta in deltas:
+                        emitted = True
+                        yield delta
+                return
+            except BatonError as error:
+                failures += 1
+                log.info("%s ended with %s: %s", job.request_id, error.code, error.message)
+                worth_retrying = error.retryable and not isinstance(error, OverloadedError | NoUsablePairError)
+                if emitted or not worth_retrying or failures >= MAX_FAILURES:
+                    raise
+
+    async def _attempt(self, job: _Job) -> AsyncGenerator[TokenDelta, None]:
+        booking, mailbox = await self._reserve_somewhere(job)
+        finished = False
+        try:
+            async with aclosing(self._relay(mailbox, booking)) as deltas:
+                async for delta in deltas:
+                    finished = delta.finish_reason is not None
+                    yield delta
+        finally:
+            self._switchboard.close(mailbox, cancel=not finished)
+            self._placer.release(booking)
+            self._line.pump()
+
+    async def _reserve_somewhere(self, job: _Job) -> tuple[Booking, Mailbox]:
+        """Wait in the line until a decode node grants room, and submit the prompt to the prefill node.
+
+        The booking and the mailbox are the caller's once this returns; until then they are given back here.
+        """
+        while True:
+            booking = await self._line.wait(job.turn, job.wanted)
+            mailbox = self._switchboard.open(job.next_key(), booking.placement)
+            cancel, keep = True, False
+            try:
+                answer = await self._reserve(mailbox, job)
+                if isinstance(answer, Granted):
+                    self._submit(answer, job, booking.placement)
+                    keep = True
+                    return booking, mailbox
+                cancel = False  # a refusal leaves nothing behind
+                if answer.retry_after_s is None:
+                    raise ContextLengthError(answer.reason)
+                self._placer.refused(booking.placement, answer)
+            finally:
+                if not keep:
+                    self._switchboard.close(mailbox, cancel=cancel)
+                    self._placer.release(booking)
+
+    async def _reserve(self, mailbox: Mailbox, job: _Job) -> Granted | Refused:
+        placement = mailbox.placement
+        seed, names = job.wanted.names.of(placement.fingerprint, placement.block_size)
+        self._switchboard.send(
+            placement.decode,
+            Reserve(
+                key=mailbox.key,
+                prefill=placement.prefill,
+                prompt_len=job.wanted.demand.prompt_len,
+                seed_hash=seed,
+                block_hashes=names,
+                sampling=job.generation.sampling,
+                deadline_s=self._settings.token0_timeout_s,
+            ),
+        )
+        message = await mailbox.next(self._settings.reserve_timeout_s, "the decode node did not answer")
+        if isinstance(message, Granted | Refused):
+            return message
+        raise _failure(message)
+
+    def _submit(self, granted: Granted, job: _Job, placement: Placement) -> None:
+        _seed, names = job.wanted.names.of(placement.fingerprint, placement.block_size)
+        self._switchboard.send(
+            placement.prefill,
+            Submit(
+                key=granted.key,
+                prompt_token_ids=job.generation.prompt_token_ids,
+                block_hashes=names,
+                sampling=job.generation.sampling,
+                ticket=granted.ticket,
+                deadline_s=self._settings.token0_timeout_s,
+            ),
+        )
+        log.info("%s submitted to %s for %s", granted.key, placement.prefill.id, placement.decode.id)
+
+    async def _relay(self, mailbox: Mailbox, booking: Booking) -> AsyncGenerator[TokenDelta, None]:
+        """Token 0, then the decode node's tokens in order; a gap is an error, never a silent cut."""
+        early: list[TokenItem] = []
+        next_index = 0
+        deadline_s = time.monotonic() + self._settings.token0_timeout_s
+        while True:
+            limit = self._settings.token_timeout_s if next_index else max(0.0, deadline_s - time.monotonic())
+            message = await mailbox.next(limit, "no token came in time")
+            match message:
+                case Token0() if next_index == 0:
+                    next_index = 1
+                    self._placer.prefilled(booking)
+                    self._line.pump()
+                    yield TokenDelta((message.token_id,), message.finish_reason, message.cached_tokens)
+                    if message.finish_reason is not None:
+                        return
+                case TokenItem():
+                    early.append(message)
+                case NodeLost(party) if party == booking.placement.prefill and next_index > 1:
+                    continue  # its part is done
+                case _:
+                    raise _failure(message)
+            while next_index and early:
+                item = early.pop(0)
+                if item.index != next_index:
+                    raise TransferError("tokens were lost between the decode node and the router")
+                next_index += len(item.token_ids)
+                yield TokenDelta(item.token_ids, item.finish_reason)
+                if item.finish_reason is not None:
+                    return
+
+
+class _Job:
+    """One request and the numbers of its dispatches."""
+
+    def __init__(self, generation: Generation, turn: Turn) -> None:
+        prompt_len = len(generation.prompt_token_ids)
+        demand = Demand(prompt_len, prompt_len + generation.sampling.max_tokens - 1)
+        self.request_id = RequestId(uuid.uuid4().hex)
+        self.generation = generation
+        self.turn = turn
+        self.wanted = Wanted(demand, PromptNames(generation.prompt_token_ids, generation.cache_salt))
+        self._attempts = count(1)
+
+    def next_key(self) -> RequestKey:
+        """Every Reserve is a dispatch of its own: a message for an earlier one is dropped."""
+        return RequestKey(self.request_id, next(self._attempts))
+
+
+def _failure(message: object) -> BatonError:
+    match message:
+        case Failed(_key, code, text):
+            return error_from_wire(code, text)
+        case NodeLost():
+            return WorkerLostError("a node that served this request was lost")
+        case _:
+            return TransferError("the nodes answered out of order")

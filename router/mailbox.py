@@ -1,0 +1,148 @@
+"""Messages find their request here: one mailbox a dispatch, and the memory of dispatches not yet confirmed ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from cluster.channel import Channel, ChannelError
+from cluster.errors import DeadlineError, WorkerLostError
+from cluster.request import RequestKey
+from cluster.wire import Cancel, Cancelled, Failed, Granted, Message, Party, Refused, Token0, TokenItem, Tokens
+from router.policy import Placement
+
+log = logging.getLogger(__name__)
+
+RESEND_S = 1.0
+MAX_RESENDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node this dispatch uses stopped answering."""
+
+    party: Party
+
+
+Mail = Granted | Refused | Token0 | TokenItem | Failed | NodeLost
+
+
+@dataclass(slots=True)
+class Mailbox:
+    """What the nodes say about one dispatch. Bounded by ``max_tokens``: nodes send nothing unasked."""
+
+    key: RequestKey
+    placement: Placement
+    _mail: asyncio.Queue[Mail] = field(default_factory=asyncio.Queue)
+
+    def put(self, mail: Mail) -> None:
+        """Deliver."""
+        self._mail.put_nowait(mail)
+
+    async def next(self, limit_s: float, late: str) -> Mail:
+        """The next message. Raises :class:`DeadlineError` saying ``late`` after ``limit_s`` seconds."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._mail.get()
+        except TimeoutError:
+            raise DeadlineError(late) from None
+
+
+@dataclass(slots=True)
+class _Ending:
+    waiting_for: set[Party]
+    sends: int = 0
+
+
+class Switchboard:
+    """Owns all mailboxes. Nothing of a dispatch is forgotten before both nodes confirmed its end (or are dead)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._open: dict[RequestKey, Mailbox] = {}
+        self._ending: dict[RequestKey, _Ending] = {}
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._ending)
+
+    def open(self, key: RequestKey, placement: Placement) -> Mailbox:
+        """A mailbox for a new dispatch."""
+        mailbox = self._open[key] = Mailbox(key, placement)
+        return mailbox
+
+    def close(self, mailbox: Mailbox, *, cancel: bool) -> None:
+        """The dispatch is over here; with ``cancel`` its nodes are told until they confirm."""
+        del self._open[mailbox.key]
+        if cancel:
+            placement = mailbox.placement
+            self._ending[mailbox.key] = _Ending({placement.prefill, placement.decode})
+            self._send_cancels(mailbox.key)
+
+    def send(self, party: Party, message: Message) -> None:
+        """Send, or raise :class:`WorkerLostError` if the node takes no more messages."""
+        try:
+            self._channel.send(party, message)
+        except ChannelError as error:
+            log.warning("cannot reach %s: %s", party.id, error)
+            raise WorkerLostError("a node that was to serve this request cannot be reached") from error
+
+    def deliver(self, sender: Party, body: Message) -> None:
+        """Sort one message from a node."""
+        match body:
+            case Tokens(_step, items):
+                for item in items:
+                    self._put(item.key, sender, item)
+            case Granted() | Refused() | Token0() | Failed():
+                self._put(body.key, sender, body)
+            case Cancelled(key):
+                self._confirmed(key, sender)
+            case _:
+                log.warning("a router does not take %s", type(body).__name__)
+
+    def lost(self, party: Party) -> None:
+        """A node stopped answering: tell its dispatches."""
+        for mailbox in list(self._open.values()):
+            if party in (mailbox.placement.prefill, mailbox.placement.decode):
+                mailbox.put(NodeLost(party))
+
+    def dead(self, party: Party) -> None:
+        """That life of that node is over: its confirmation will never come."""
+        for key in list(self._ending):
+            self._confirmed(key, party)
+
+    async def resend(self) -> None:
+        """Repeat unconfirmed cancels until cancelled itself."""
+        while True:
+            await asyncio.sleep(RESEND_S)
+            for key in list(self._ending):
+                self._send_cancels(key)
+
+    def _put(self, key: RequestKey, sender: Party, mail: Mail) -> None:
+        mailbox = self._open.get(key)
+        if mailbox is None:
+            return  # an earlier attempt; its nodes are being told
+        if sender not in (mailbox.placement.prefill, mailbox.placement.decode):
+            log.warning("%s: a message from %s, which has no part in it", key, sender.id)
+            return
+        mailbox.put(mail)
+
+    def _confirmed(self, key: RequestKey, sender: Party) -> None:
+        ending = self._ending.get(key)
+        if ending is None:
+            return
+        ending.waiting_for.discard(sender)
+        if not ending.waiting_for:
+            del self._ending[key]
+
+    def _send_cancels(self, key: RequestKey) -> None:
+        ending = self._ending[key]
+        ending.sends += 1
+        if ending.sends > MAX_RESENDS:
+            del self._ending[key]
+            return
+        for party in ending.waiting_for:
+            try:
+                self._channel.send(party, Cancel(key))
+            except ChannelError as error:
+                log.warning("%s: cannot cancel on %s: %s", key, party.id, error)

@@ -1,0 +1,119 @@
+"""Where a request goes: one pure function from a snapshot of the nodes to a placement or the reason why not.
+
+Filter, score, pick. Every score is in [0, 1]; ties go to the first name, so that the same snapshot always gives the
+same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.wire import Party
+
+MAX_WAITING_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` those it holds."""
+
+    party: Party
+    fingerprint: str
+    block_size: int
+    waiting_tokens: int = 0
+    num_requests: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    refusing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request needs: ``prompt_len`` tokens now, ``total_len`` at its end."""
+
+    prompt_len: int
+    total_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The pair that may serve the request."""
+
+    prefill: Party
+    decode: Party
+    fingerprint: str
+    block_size: int
+
+
+@dataclass(slots=True)
+class Booking:
+    """A placement with what this router has put down to its nodes' accounts; given back exactly once."""
+
+    placement: Placement
+    prompt_tokens: int
+    open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Usable pairs exist but none takes more work now: wait."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoPair:
+    """No prefill node and decode node that may work together are alive."""
+
+    reason: str
+
+
+def place(
+    demand: Demand,
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    cached: Mapping[str, int],
+) -> Placement | Busy | NoPair:
+    """Choose a pair with equal fingerprints. ``cached[node id]`` are the prompt tokens a node's cache holds."""
+    if not prefills or not decodes:
+        missing = " and ".join(name for name, found in (("prefill", prefills), ("decode", decodes)) if not found)
+        return NoPair(f"no {missing} node is alive")
+    shared = {c.fingerprint for c in prefills} & {c.fingerprint for c in decodes}
+    if not shared:
+        return NoPair("prefill and decode nodes serve different models, dtypes or block sizes")
+    open_prefills = [c for c in prefills if c.fingerprint in shared and _takes_prompt(c)]
+    open_decodes = [c for c in decodes if c.fingerprint in shared and _takes_request(c, demand)]
+    best: tuple[float, str, str, Candidate, Candidate] | None = None
+    for decode in open_decodes:
+        for prefill in open_prefills:
+            if prefill.fingerprint != decode.fingerprint:
+                continue
+            score = _prefill_score(prefill, demand, cached) + _decode_score(decode, demand, cached)
+            entry = (-score, prefill.party.id, decode.party.id, prefill, decode)
+            if best is None or entry[:3] < best[:3]:
+                best = entry
+    if best is None:
+        return Busy("every prefill node's queue is full" if open_decodes else "every decode node is full")
+    prefill, decode = best[3], best[4]
+    return Placement(prefill.party, decode.party, decode.fingerprint, decode.block_size)
+
+
+def _takes_prompt(node: Candidate) -> bool:
+    return node.waiting_tokens < MAX_WAITING_TOKENS
+
+
+def _takes_request(node: Candidate, demand: Demand) -> bool:
+    # Only sizes that can never fit are filtered here; whether there is room now is the node's own answer.
+    return not node.refusing and demand.total_len <= node.total_blocks * node.block_size
+
+
+def _prefill_score(node: Candidate, demand: Demand, cached: Mapping[str, int]) -> float:
+    work = node.waiting_tokens + demand.prompt_len - min(cached.get(node.party.id, 0), demand.prompt_len - 1)
+    return 1.0 / (1.0 + work / 512)
+
+
+def _decode_score(node: Candidate, demand: Demand, cached: Mapping[str, int]) -> float:
+    hit = min(cached.get(node.party.id, 0), demand.prompt_len) / demand.prompt_len
+    room = node.free_blocks / node.total_blocks if node.total_blocks else 0.0
+    return 0.5 * hit * room + 0.5 / (1.0 + node.num_requests)

@@ -1,0 +1,179 @@
+"""Puts a router together: control channel, registry, queue, dispatcher, HTTP; and takes it down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import uvicorn
+from fastapi import FastAPI
+
+from cluster.channel import Channel, ChannelError
+from cluster.config import ClusterConfig, ConfigError
+from cluster.directory import PrefixFollower
+from cluster.membership import Membership
+from cluster.model_store import read_config, resolve_model
+from cluster.wire import Pong
+from router.app import FrontSettings, create_app
+from router.cluster_metrics import ClusterMetrics
+from router.directory_index import DirectoryIndex
+from router.dispatch import Dispatcher, DispatchSettings
+from router.mailbox import Switchboard
+from router.metrics import Metrics
+from router.placement import Placer
+from router.queue import WaitingLine
+from router.registry import NodeRegistry
+from router.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Longer than any client pool keeps an idle connection, so that the client closes first.
+KEEP_ALIVE_S = 75
+DRAIN_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything a router is told."""
+
+    cluster: ClusterConfig
+    model: str
+    served_name: str | None
+    max_model_len: int | None
+    host: str
+    port: int
+    max_waiting: int
+    max_wait_s: float
+
+
+async def serve(config: RouterConfig) -> int:
+    """Run until SIGTERM or SIGINT. Returns the process's exit status; raises for settings that cannot work."""
+    files = resolve_model(config.model)
+    facts = read_config(files.directory)
+    tokenizer = Tokenizer.from_directory(
+        files.directory, eos_token_ids=facts.eos_token_ids, vocab_size=facts.vocab_size
+    )
+    async with AsyncExitStack() as stack:
+        try:
+            channel = await stack.enter_async_context(Channel(config.cluster))
+        except ChannelError as error:
+            raise ConfigError(str(error)) from error
+        plant = _Plant(config, channel)
+        stack.push_async_callback(plant.close)
+        settings = FrontSettings(
+            served_name=config.served_name or files.served_name,
+            max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
+            version=_version(),
+        )
+        metrics = Metrics()
+        metrics.registry.register(ClusterMetrics(plant.registry, plant.line, plant.switchboard))
+        app = create_app(settings, tokenizer, plant.dispatcher, metrics)
+        with _listen(config.host, config.port) as sock:
+            log.info("listening on http://%s:%d", config.host, sock.getsockname()[1])
+            await _run(app, sock, plant)
+    return 0
+
+
+class _Plant:
+    """Everything behind the HTTP front, wired together. Owns the Redis connections."""
+
+    def __init__(self, config: RouterConfig, channel: Channel) -> None:
+        self._channel = channel
+        self._membership = Membership(config.cluster.redis_url)
+        self._follower = PrefixFollower(config.cluster.redis_url)
+        self.switchboard = Switchboard(channel)
+        self.registry = NodeRegistry(
+            self._membership,
+            channel,
+            on_lost=self.switchboard.lost,
+            on_dead=self.switchboard.dead,
+            on_change=self._pump,
+        )
+        self.index = DirectoryIndex(self._follower, lambda: [node.party for node in self.registry.all_nodes()])
+        placer = Placer(self.registry, self.index)
+        self.line = WaitingLine(
+            placer.try_place, placer.release, max_waiting=config.max_waiting, max_wait_s=config.max_wait_s
+        )
+        self.dispatcher = Dispatcher(self.switchboard, placer, self.line, DispatchSettings())
+
+    async def run(self) -> None:
+        """Follow the cluster until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self.registry.run())
+            tasks.create_task(self.index.run())
+            tasks.create_task(self.switchboard.resend())
+
+    async def close(self) -> None:
+        """Close the Redis connections."""
+        await self._membership.close()
+        await self._follower.close()
+
+    def _pump(self) -> None:
+        self.line.pump()
+
+    async def _receive(self) -> None:
+        while True:
+            envelope = await self._channel.receive()
+            match envelope.body:
+                case Pong():
+                    self.registry.on_pong(envelope.sender, envelope.body, time.monotonic())
+                case _:
+                    self.switchboard.deliver(envelope.sender, envelope.body)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn in our event loop: the process handles its own signals."""
+
+    def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
+        return nullcontext()
+
+
+async def _run(app: FastAPI, sock: socket.socket, plant: _Plant) -> None:
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, setattr, server, "should_exit", True)
+    following = asyncio.create_task(plant.run())
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    done, _pending = await asyncio.wait((following, serving), return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await serving
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    if following in done:
+        raise ConfigError("the router lost touch with the cluster and cannot go on")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0") from error
+    return sock
+
+
+def _version() -> str:
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return "unknown"

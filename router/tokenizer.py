@@ -1,0 +1,124 @@
+"""Text to token ids and back, with the model's own ``tokenizer.json``: the one home of ``tokenizers``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+import tokenizers.decoders
+
+from cluster.errors import ContextLengthError, InvalidRequestError
+from router.chat_template import ChatTemplate
+from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+_INLINE_CHARS: Final = 8 << 10
+_CONTEXT_TOKENS: Final = 6
+
+
+class Tokenizer:
+    """A model's vocabulary; shared by all requests, changed by none."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        """``vocab_size`` is the model's, which may be larger than the tokenizer's own."""
+        # A file may ask for cutting or filling to some length; a server does neither behind the client's back.
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._backend = backend
+        self._chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._token_bytes: dict[int, bytes] = {}
+        # A normalizer may shorten text, so that no number of characters is certainly too long.
+        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self._chars_per_token = longest if backend.normalizer is None else None
+
+    @classmethod
+    def from_directory(cls, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
+        """Load ``tokenizer.json`` and, where there is one, the chat template."""
+        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        template = ChatTemplate.from_directory(directory)
+        return cls(backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids, chat_template=template)
+
+    async def encode_prompt(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
+        """Token ids of a completion prompt, with the special tokens the model's own post-processor adds.
+
+        Raises :class:`ContextLengthError` for text that cannot fit ``max_tokens``, before any work is spent on it.
+        """
+        self._check_length(text, max_tokens, "prompt")
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text, add_special_tokens=True)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+
+    async def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int) -> tuple[int, ...]:
+        """Token ids of a conversation in the model's chat format; the template writes all special tokens.
+
+        Raises :class:`InvalidRequestError` if the model has no chat template or it refuses the messages, and
+        :class:`ContextLengthError` as :meth:`encode_prompt` does.
+        """
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence, special tokens left out."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+        """A decoder for the tokens that follow ``prompt_token_ids``."""
+        if self._is_byte_level:
+            return ByteDetokenizer(self._bytes_of)
+        return WindowDetokenizer(self.decode, self._special_ids, prompt_token_ids[-_CONTEXT_TOKENS:])
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> tuple[int, ...]:
+        if self._chat_template is None:
+            raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
+        text = self._chat_template.render(messages)
+        self._check_length(text, max_tokens, "messages")
+        return self._encode(text, add_special_tokens=False)
+
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+        if self._chars_per_token is not None and len(text) > max_tokens * self._chars_per_token:
+            raise ContextLengthError(
+                f"This model's maximum context length is {max_tokens} tokens. However, your {param} of {len(text)} "
+                "characters cannot fit into it. Please reduce its length. (context_length_exceeded)",
+                param=param,
+            )
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._compute_bytes(token_id)
+        return known
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        except KeyError:  # an added token is stored as plain text
+            return token.encode("utf-8")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: Latin-1's printable characters stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}
+
+
+_BYTE_OF_CHAR: Final = _byte_alphabet()

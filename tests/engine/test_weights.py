@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from cluster.model_store import ModelFilesError  # noqa: E402
+from engine.model_config import ModelConfig  # noqa: E402
+from engine.weights import load_weights  # noqa: E402
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 20,
+}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    named = {"model.embed_tokens.weight": torch.randn(20, 16), "model.norm.weight": torch.randn(16)}
+    named["lm_head.weight"] = torch.randn(20, 16)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        for name, size in {"q_proj": 16, "k_proj": 8, "v_proj": 8, "o_proj": 16}.items():
+            named[f"{prefix}self_attn.{name}.weight"] = torch.randn(size, 16)
+        named[prefix + "mlp.gate_proj.weight"] = torch.randn(24, 16)
+        named[prefix + "mlp.up_proj.weight"] = torch.randn(24, 16)
+        named[prefix + "mlp.down_proj.weight"] = torch.randn(16, 24)
+        named[prefix + "input_layernorm.weight"] = torch.randn(16)
+        named[prefix + "post_attention_layernorm.weight"] = torch.randn(16)
+    return named
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_fused_projections_are_the_parts_side_by_side(model_dir: Path) -> None:
+    weights = load_weights(model_dir, ModelConfig.from_directory(model_dir))
+    named, x = tensors(), torch.randn(3, 16)
+    layer = weights.layers[1]
+    parts = [x @ named[f"model.layers.1.self_attn.{name}_proj.weight"].T for name in "qkv"]
+    assert torch.allclose(layer.qkv(x), torch.cat(parts, -1), atol=1e-5)
+    parts = [x @ named[f"model.layers.1.mlp.{name}_proj.weight"].T for name in ("gate", "up")]
+    assert torch.allclose(layer.gate_up(x), torch.cat(parts, -1), atol=1e-5)
+    assert torch.equal(weights.embedding, named["model.embed_tokens.weight"])
+    assert torch.allclose(weights.lm_head(x), x @ named["lm_head.weight"].T, atol=1e-5)
+
+
+def test_shards_load_through_their_index(model_dir: Path) -> None:
+    named = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(sorted(named))}
+    for file in set(files.values()):
+        save_file({name: named[name] for name in named if files[name] == file}, model_dir / file)
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    weights = load_weights(model_dir, ModelConfig.from_directory(model_dir))
+    assert torch.equal(weights.final_norm, named["model.norm.weight"])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+def test_stored_and_computed_types_are_independent(model_dir: Path, stored: torch.dtype) -> None:
+    save_file({name: value.to(stored) for name, value in tensors().items()}, model_dir / "model.safetensors")
+    config = ModelConfig.from_directory(model_dir)
+    assert load_weights(model_dir, config).final_norm.dtype == torch.float32
+    narrow = load_weights(model_dir, config, "bfloat16")
+    assert narrow.embedding.dtype == torch.bfloat16
+    assert narrow.layers[0].down(torch.randn(2, 24).bfloat16()).dtype == torch.bfloat16
+
+
+def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
+    config = ModelConfig.from_directory(model_dir)
+    (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
+    with pytest.raises(ModelFilesError, match="pickled"):
+        load_weights(model_dir, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"lack model\.norm\.weight"),
+        ({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}, "does not have"),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)}, "does not have"),
+        ({"model.norm.weight": torch.zeros(17)}, "17.*16"),
+        ({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}, "I8"),
+    ],
+)
+def test_weights_must_be_exactly_the_models(model_dir: Path, change: dict[str, object], message: str) -> None:
+    named = {name: value for name, value in (tensors() | change).items() if value is not None}
+    save_file(named, model_dir / "model.safetensors")
+    with pytest.raises(ModelFilesError, match=message):
+        load_weights(model_dir, ModelConfig.from_directory(model_dir))
+
+
+def test_harmless_extras_are_ignored(model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    save_file(tensors() | extra, model_dir / "model.safetensors")
+    weights = load_weights(model_dir, ModelConfig.from_directory(model_dir))
+    x = torch.randn(2, 16)
+    assert torch.allclose(weights.lm_head(x), x @ weights.embedding.T, atol=1e-5)
+
+
+def test_damaged_file_is_an_error_not_a_crash(model_dir: Path) -> None:
+    content = (model_dir / "model.safetensors").read_bytes()
+    (model_dir / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelFilesError, match="cannot be read"):
+        load_weights(model_dir, ModelConfig.from_directory(model_dir))
