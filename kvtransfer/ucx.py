@@ -112,6 +112,7 @@ class Endpoint:
     def __init__(self, worker: Worker, address: bytes) -> None:
         vendor = load()
         self.broken = False
+        self._closed = False
         self._closing: Request | None = None
         try:
             where = vendor.api.UCXAddress.create_from_buffer(address)
@@ -131,13 +132,21 @@ class Endpoint:
 
     def close(self) -> None:
         """Force it: sends under way will end with an error. Then `closed` turns true while the worker progresses."""
-        if self._closing is None:
+        if self._closing is None and not self._closed:
             self._raw.remove_close_callback()
-            self._closing = Request(self._raw.close(), self._raw)
+            request = self._raw.close()
+            if request.ucxx_ptr:
+                self._closing = Request(request, self._raw)
+            else:
+                # Closed already. ucxx hands out a null request then, and any use of it, its end too, crashes.
+                _immortal(request)
+                self._closed = True
 
     @property
     def closed(self) -> bool:
-        return self._closing is not None and self._closing.done
+        if self._closing is not None and self._closing.done:
+            self._closed = True
+        return self._closed
 
     def transports(self) -> str:
         """The lanes UCX chose, such as ``posix+cma`` or ``tcp``; empty while it is still connecting."""

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from cluster.errors import BodyTooLargeError, InvalidRequestError, UnsupportedMediaTypeError
 
 MAX_JSON_DEPTH: Final = 64
+MAX_JSON_PARTS: Final = 1 << 18
 
 # Over this, checking takes milliseconds: a thread does it, in Python steps that let the event loop run.
 _INLINE_BYTES: Final = 64 << 10
@@ -85,16 +86,24 @@ def check_text(body: bytes) -> None:
         raise InvalidRequestError("The request body is not valid UTF-8.") from None
     if not body.lstrip(b" \t\r\n").startswith(b"{"):
         raise InvalidRequestError("The request body must be a JSON object.")
-    if not is_shallow(body):
-        raise InvalidRequestError(f"The request body is nested deeper than {MAX_JSON_DEPTH} levels.")
+    if not is_bounded(body):
+        raise InvalidRequestError(
+            f"The request body is nested deeper than {MAX_JSON_DEPTH} levels or has over {MAX_JSON_PARTS} parts."
+        )
 
 
-def is_shallow(body: bytes) -> bool:
-    """True if brackets outside strings never nest deeper than :data:`MAX_JSON_DEPTH`, well-formed or not."""
+def is_bounded(body: bytes) -> bool:
+    """True if brackets outside strings never nest deeper than :data:`MAX_JSON_DEPTH`, well-formed or not.
+
+    Strings and runs of brackets are counted too, up to :data:`MAX_JSON_PARTS`: far more than any conversation
+    that fits a model, far less than what 8 MiB of ``[],[],`` would cost to look through.
+    """
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return True
     depth = 0
-    for part in _STRUCTURE.finditer(body):
+    for count, part in enumerate(_STRUCTURE.finditer(body)):
+        if count >= MAX_JSON_PARTS:
+            return False
         first = body[part.start()]
         if first in b"[{":
             depth += part.end() - part.start()

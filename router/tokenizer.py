@@ -41,9 +41,11 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
-        # A normalizer may shorten text, so that no number of characters is certainly too long.
-        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._chars_per_token = longest if backend.normalizer is None else None
+        # Of a byte-level vocabulary a token stands for as many bytes as it has characters. A normalizer may
+        # shorten text, so that no size is certainly too large.
+        longest = [*map(len, backend.get_vocab()), *(len(token.content.encode()) for token in added.values())]
+        bounded = self._is_byte_level and backend.normalizer is None
+        self._max_token_bytes = max(longest, default=1) if bounded else None
 
     @classmethod
     def from_directory(cls, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
@@ -91,10 +93,13 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def _check_length(self, text: str, max_tokens: int, param: str) -> None:
-        if self._chars_per_token is not None and len(text) > max_tokens * self._chars_per_token:
+        if self._max_token_bytes is None:
+            return
+        size = len(text.encode())
+        if size > max_tokens * self._max_token_bytes:
             raise ContextLengthError(
-                f"This model's maximum context length is {max_tokens} tokens. However, your {param} of {len(text)} "
-                "characters cannot fit into it. Please reduce its length. (context_length_exceeded)",
+                f"This model's maximum context length is {max_tokens} tokens. However, your {param} of {size} "
+                "bytes cannot fit into it. Please reduce its length. (context_length_exceeded)",
                 param=param,
             )
 

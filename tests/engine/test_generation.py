@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from conftest import Bench, all_logits  # noqa: E402
+from stepping import Bench, all_logits  # noqa: E402
 
 from cluster.request import SamplingParams  # noqa: E402
 from engine.kv_cache import KVCache  # noqa: E402

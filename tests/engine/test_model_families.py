@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from conftest import all_logits  # noqa: E402
+from stepping import all_logits  # noqa: E402
 
 from engine.kv_cache import KVCache  # noqa: E402
 from engine.model import LlamaModel  # noqa: E402

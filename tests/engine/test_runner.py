@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file  # noqa: E402
-from test_weights import CONFIG, tensors  # noqa: E402
+from tiny_model import CONFIG, tensors  # noqa: E402
 
 from cluster.request import RequestId, RequestKey, SamplingParams  # noqa: E402
 from engine.kv_cache import KVCache  # noqa: E402

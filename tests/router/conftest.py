@@ -22,6 +22,7 @@ from fake_generator import FakeGenerator, deltas
 from cluster.model_store import DEMO_MODEL, demo_model_directory, read_config, resolve_model
 from router.app import FrontSettings, create_app
 from router.metrics import Endpoint, Metrics, Outcome
+from router.protocol import BoundedHttpProtocol
 from router.tokenizer import Tokenizer
 
 hypothesis.settings.register_profile("router", deadline=None)
@@ -106,7 +107,7 @@ async def served(tokenizer: Tokenizer) -> AsyncIterator[Front]:
         # asyncio leaves Nagle's algorithm on for sockets without an explicit protocol: 40 ms a request.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = _Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off", http="httptools"))
+        server = _Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off", http=BoundedHttpProtocol))
         running = asyncio.create_task(server.serve(sockets=[listener]))
         async with (
             httpx.AsyncClient(base_url=url, timeout=30) as http,

@@ -1,0 +1,23 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.model_store import DEMO_MODEL, ModelFilesError, resolve_model
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """The demo model, fetched and converted once if it is not there."""
+    try:
+        return resolve_model(DEMO_MODEL).directory
+    except ModelFilesError:
+        subprocess.run([sys.executable, "-m", "engine.demo_model", DEMO_MODEL], check=True, cwd=ROOT)
+        return resolve_model(DEMO_MODEL).directory
