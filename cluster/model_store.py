@@ -18,6 +18,8 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from cluster.config import cache_dir
+
 DEMO_MODEL: Final = "smollm2-135m"
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -59,18 +61,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
 
 
-def cache_root() -> Path:
-    """The user's cache for Baton: ``$BATON_CACHE``, ``$XDG_CACHE_HOME/baton`` or ``~/.cache/baton``."""
-    if own := os.environ.get("BATON_CACHE"):
-        return Path(own).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "baton"
-    return Path.home() / ".cache" / "baton"
-
-
 def demo_model_directory() -> Path:
     """Where the converted demo model lies, or will lie."""
-    return cache_root() / "models" / DEMO_MODEL
+    return cache_dir() / "models" / DEMO_MODEL
 
 
 def resolve_model(name: str) -> ModelFiles:

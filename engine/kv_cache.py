@@ -13,15 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.model_config import Dtype, KVLayout
+from kvtransfer.layout import BlockLayout
 
-TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVCache:
     """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, on the CPU, zero at first."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
         """Takes address space only; memory is taken block by block as it is first written.
 
         Raises OSError if there is no address space for it.

@@ -10,50 +10,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from cluster.model_store import ModelFilesError, read_config, read_raw_config
+from kvtransfer.layout import BlockLayout
 
 Dtype = Literal["float32", "bfloat16"]
-DTYPE_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2}
 
 SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 _ROPE_THETA: Final = {"smollm3": 2_000_000.0}  # where config.json may leave it out
 _DEFAULT_THETA: Final = 10_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """How a block of the KV cache lies in memory: ``[num_layers, 2, num_kv_heads, block_size, head_dim]``.
-
-    A block is one contiguous run across all layers, keys (index 0) before values (1) in each.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: Dtype
-
-    @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one block."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-        return self.token_bytes * self.block_size
-
-    @property
-    def tag(self) -> str:
-        """Everything two nodes must agree on to read each other's blocks."""
-        return (
-            f"layers={self.num_layers},kv_heads={self.num_kv_heads},head_dim={self.head_dim},"
-            f"block_size={self.block_size},dtype={self.dtype},order=LKHSD"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +92,9 @@ class ModelConfig:
             )
         return config
 
-    def kv_layout(self, block_size: int, dtype: Dtype = "float32") -> KVLayout:
+    def kv_layout(self, block_size: int, dtype: Dtype = "float32") -> BlockLayout:
         """Layout of this model's KV blocks of ``block_size`` tokens."""
-        return KVLayout(
+        return BlockLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

@@ -23,7 +23,7 @@ class ModelRunner:
         """Raises ValueError if the cache is not laid out for the model."""
         expected = model.config.kv_layout(cache.layout.block_size, model.weights.dtype)
         if cache.layout != expected:
-            raise ValueError(f"cache layout {cache.layout.tag} does not fit the model's {expected.tag}")
+            raise ValueError(f"cache layout {cache.layout} does not fit the model's {expected}")
         self.model = model
         self.cache = cache
 

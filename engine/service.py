@@ -26,7 +26,6 @@ from engine.node_config import NodeConfig
 from engine.node_http import NodeView, serve_http
 from engine.runner import ModelRunner
 from engine.weights import load_weights
-from kvtransfer.layout import BlockLayout
 from kvtransfer.plane import KVPlane
 from kvtransfer.select import open_plane
 
@@ -149,6 +148,5 @@ def _load_engine(config: NodeConfig) -> _Engine:
     runner = ModelRunner(LlamaModel(model_config, weights), cache)
     log.info("%s loaded in %.1f s", files.served_name, time.monotonic() - began)
     log.info("warmed up in %.1f s with %d threads", runner.warm_up(), config.threads)
-    block = BlockLayout(dtype, config.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
-    fingerprint = block.fingerprint(weights_id(files.directory), repr(model_config.rope))
+    fingerprint = layout.fingerprint(weights_id(files.directory), model_config.tag)
     return _Engine(runner, cache, fingerprint, max_model_len)

@@ -47,6 +47,11 @@ class BlockLayout:
                 raise LayoutError(f"{name} must be positive, not {getattr(self, name)}")
 
     @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of one block: ``(num_layers, 2, num_kv_heads, block_size, head_dim)``."""
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]

@@ -5,12 +5,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.kv_cache import KVCache  # noqa: E402
-from engine.model_config import KVLayout  # noqa: E402
+from kvtransfer.layout import BlockLayout  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_and_tensor_are_one_memory(dtype: str) -> None:
-    layout = KVLayout(2, 3, 8, 16, dtype)  # type: ignore[arg-type]
+    layout = BlockLayout(dtype, 16, 2, 3, 8)
     cache = KVCache(layout, 5)
     view = cache.as_bytes()
     assert view.shape == (5, layout.block_bytes)
@@ -25,13 +25,13 @@ def test_bytes_and_tensor_are_one_memory(dtype: str) -> None:
 
 
 def test_a_block_is_one_contiguous_run() -> None:
-    cache = KVCache(KVLayout(2, 3, 8, 16, "float32"), 4)
+    cache = KVCache(BlockLayout("float32", 16, 2, 3, 8), 4)
     assert cache.pool.is_contiguous()
     assert cache.as_bytes()[1].flags.c_contiguous
 
 
 def test_zero_tail_clears_only_later_slots() -> None:
-    cache = KVCache(KVLayout(2, 3, 8, 16, "float32"), 3)
+    cache = KVCache(BlockLayout("float32", 16, 2, 3, 8), 3)
     cache.pool.fill_(1.0)
     cache.zero_tail(1, 5)
     assert (cache.pool[1, :, :, :, :5] == 1).all()
@@ -43,7 +43,7 @@ def test_zero_tail_clears_only_later_slots() -> None:
 
 def test_a_big_pool_takes_no_memory_until_used() -> None:
     before = resident_bytes()
-    cache = KVCache(KVLayout(30, 3, 64, 16, "float32"), 2900)  # 2 GiB
+    cache = KVCache(BlockLayout("float32", 16, 30, 3, 64), 2900)  # 2 GiB
     assert resident_bytes() - before < 64 << 20
     assert cache.as_bytes().nbytes > 2_000_000_000
 

@@ -40,7 +40,7 @@ def test_kv_layout(tmp_path: Path) -> None:
     assert layout.block_shape == (3, 2, 2, 32, 16)
     assert layout.token_bytes == 3 * 2 * 2 * 16 * 4
     assert layout.block_bytes == 32 * layout.token_bytes
-    tags = {read(tmp_path).kv_layout(size, dtype).tag for size in (16, 32) for dtype in ("float32", "bfloat16")}  # type: ignore[arg-type]
+    tags = {read(tmp_path).kv_layout(size, dtype) for size in (16, 32) for dtype in ("float32", "bfloat16")}  # type: ignore[arg-type]
     assert len(tags) == 4
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster import model_store
+from cluster.config import cache_dir
+from cluster.config import cache_dir
 from cluster.model_store import ModelFilesError, read_config, resolve_model, weight_files, weights_id
 
 CONFIG = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 10, "eos_token_id": 2, "bos_token_id": 1}
@@ -56,10 +57,10 @@ def test_demo_model_is_found_in_the_cache(model_dir: Path, tmp_path: Path) -> No
 def test_cache_root_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("BATON_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert model_store.cache_root() == tmp_path / "xdg" / "baton"
+    assert cache_dir() == tmp_path / "xdg" / "baton"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert model_store.cache_root() == tmp_path / "home" / ".cache" / "baton"
+    assert cache_dir() == tmp_path / "home" / ".cache" / "baton"
 
 
 def test_local_directory_is_served_by_its_name(model_dir: Path) -> None:

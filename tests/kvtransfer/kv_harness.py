@@ -43,9 +43,7 @@ class Node:
         self.seen: list[Event] = []
         self._ready = threading.Event()
         names = (schemes,) if isinstance(schemes, str) else schemes
-        self.plane = open_plane(
-            names, self.pool, (node_id, epoch, fingerprint), secret=secret, wakeup=self._ready.set
-        )
+        self.plane = open_plane(names, self.pool, (node_id, epoch, fingerprint), secret=secret, wakeup=self._ready.set)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Collect events until the condition holds; fails with what was seen at the deadline."""

@@ -40,7 +40,8 @@ QUESTIONS = (
     "How do airplanes fly?",
 )
 
-LONG_LENGTHS = (150, 300, 530, 700)
+# Between the boundaries, over several chunks of 48, and over several chunks of 512.
+OTHER_LENGTHS = (5, 12, 24, 40, 56, 80, 110, 128, 150, 200, 300, 530, 700)
 
 
 def boundary_lengths(block_size: int) -> list[int]:
@@ -53,7 +54,7 @@ def make_prompts(model_dir: Path) -> list[list[int]]:
     """At least 40 different prompts: boundary lengths of blocks of 16 and 32, several long ones, chat questions."""
     tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     ids: list[int] = tokenizer.encode(TEXT * 3, add_special_tokens=False).ids
-    lengths = sorted({*boundary_lengths(16), *boundary_lengths(32), *LONG_LENGTHS})
+    lengths = sorted({*boundary_lengths(16), *boundary_lengths(32), *OTHER_LENGTHS})
     prompts = [ids[7 * i : 7 * i + length] for i, length in enumerate(lengths)]
     for question in QUESTIONS:
         chat = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
