@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from cluster.config import ConfigError
 if TYPE_CHECKING:
     from cli.model import Subparsers
 
+# A model may say anything; what steers a terminal is not shown.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 HELP = "/reset starts a new conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
 
@@ -38,12 +41,12 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read lines from stdin, stream answers to stdout."""
     console = Console(highlight=False)
-    with httpx.Client(base_url=args.url.rstrip("/"), timeout=httpx.Timeout(60, connect=5), trust_env=False) as client:
+    with _client(args.url) as client:
         model = args.model or _first_model(client)
         start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
         messages = list(start)
         if sys.stdin.isatty():
-            console.print(f"[bold]{model}[/bold]  {HELP}", markup=True)
+            console.print(f"{_shown(model)}  {HELP}", markup=False)
         for line in _lines(console):
             if line == "/quit":
                 break
@@ -58,9 +61,22 @@ def run(args: argparse.Namespace) -> int:
                 "max_tokens": args.max_tokens,
                 "stream": True,
             }
-            answer = _answer(client, body, console)
-            messages.append({"role": "assistant", "content": answer})
+            if answer := _answer(client, body, console):
+                messages.append({"role": "assistant", "content": answer})
+            else:
+                messages.pop()  # nothing was said: ask again without this line
     return 0
+
+
+def _client(url: str) -> httpx.Client:
+    try:
+        return httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(60, connect=5), trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url is not a URL: {error}") from error
+
+
+def _shown(text: str) -> str:
+    return _CONTROLS.sub("", text)
 
 
 def _lines(console: Console) -> Iterator[str]:
@@ -79,11 +95,11 @@ def _answer(client: httpx.Client, body: dict[str, Any], console: Console) -> str
     try:
         for text in stream_text(client, body):
             said.append(text)
-            console.print(text, end="", markup=False, soft_wrap=True)
+            console.print(_shown(text), end="", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except ConfigError as error:
-        console.print(f"[red]{error}[/red]", end="")
+        console.print(_shown(str(error)), end="", style="red", markup=False)
     console.print()
     return "".join(said)
 
@@ -96,16 +112,22 @@ def stream_text(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
                 response.read()
                 raise ConfigError(_message(response.content))
             for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                frame = msgspec.json.decode(line[len("data: ") :])
-                if "error" in frame:
-                    raise ConfigError(str(frame["error"]["message"]))
-                for choice in frame["choices"]:
-                    if text := choice["delta"].get("content"):
-                        yield text
-    except httpx.TransportError as error:
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield from _texts(line[len("data: ") :])
+    except httpx.HTTPError as error:
         raise ConfigError(f"no answer from {client.base_url}: {error}; is `baton up` running?") from error
+
+
+def _texts(frame: str) -> Iterator[str]:
+    try:
+        decoded = msgspec.json.decode(frame)
+        if "error" in decoded:
+            raise ConfigError(str(decoded["error"]["message"]))
+        for choice in decoded["choices"]:
+            if text := choice["delta"].get("content"):
+                yield str(text)
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("the server sent a frame that is not OpenAI's") from error
 
 
 def _first_model(client: httpx.Client) -> str:

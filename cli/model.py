@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from cluster.config import child_environment
 from cluster.model_store import DEMO_MODEL, ModelFilesError, resolve_model
 
 if TYPE_CHECKING:
@@ -42,4 +43,5 @@ def run_pull(args: argparse.Namespace) -> int:
 def pull_demo_model(*, force: bool = False) -> int:
     """Download and convert the demo model unless it is there. Returns the exit status."""
     command = [sys.executable, "-m", "engine.demo_model", DEMO_MODEL, *(["--force"] if force else [])]
-    return subprocess.run(command, check=False).returncode
+    tied_to_us = [sys.executable, "-m", "cluster.parent", *command]
+    return subprocess.run(tied_to_us, check=False, env=child_environment({})).returncode

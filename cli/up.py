@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from cli import embedded_redis
 from cli.children import Child, Children
 from cli.cores import share_cores
 from cli.model import pull_demo_model
-from cluster.config import ENV_REDIS_URL, ENV_SECRET, ConfigError
+from cluster.config import ENV_REDIS_URL, ENV_SECRET, ConfigError, shared_secret, url_host
 from cluster.membership import Membership, MembershipError
 from cluster.model_store import DEMO_MODEL, ModelFiles, ModelFilesError, resolve_model
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Start a router, prefill nodes, decode nodes and (without --redis) a private Redis as processes of this
 machine, wait until a request has been served end to end, and run until Ctrl-C."""
+REDIS_TIMEOUT_S = 10.0
+FIRST_REQUEST_TIMEOUT_S = 60.0
+# The router drains while its nodes still serve; the nodes leave while Redis still listens.
+_REDIS_STAGE, _NODE_STAGE, _ROUTER_STAGE = 0, 1, 2
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -81,14 +86,18 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal."""
     if args.prefill < 1 or args.decode < 1:
         raise ConfigError("at least one prefill node and one decode node are needed")
-    return asyncio.run(_Deployment(args).run())
+    if args.port:
+        _check_port(args.host, args.port)
+    model = _find_model(args.model)  # before any signal handler: a download ends as any program does
+    return asyncio.run(_Deployment(args, model).run())
 
 
 class _Deployment:
     """Owns the children and the folder of their logs."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, model: ModelFiles) -> None:
         self._args = args
+        self._model = model
         self._console = Console(stderr=True, highlight=False)
         self._log_dir: Path = args.log_dir or Path(tempfile.mkdtemp(prefix="baton-"))
         self._log_dir.mkdir(parents=True, exist_ok=True)
@@ -101,26 +110,17 @@ class _Deployment:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signum, self._stop.set)
-        model = self._find_model()
         try:
-            starting = asyncio.create_task(self._start(model))
+            starting = asyncio.create_task(self._start(self._model))
             if not await self._unless_stopped(starting):
                 return 130
-            self._announce(model, starting.result())
+            self._announce(self._model, starting.result())
             return await self._watch()
         finally:
             with self._console.status("stopping"):
                 await self._children.stop()
             if self._args.state_file is not None:
                 self._args.state_file.unlink(missing_ok=True)
-
-    def _find_model(self) -> ModelFiles:
-        try:
-            return resolve_model(self._args.model)
-        except ModelFilesError as error:
-            if self._args.model != DEMO_MODEL or pull_demo_model() != 0:
-                raise ConfigError(str(error)) from error
-            return resolve_model(self._args.model)
 
     async def _unless_stopped(self, task: asyncio.Task[str]) -> bool:
         stopping = asyncio.create_task(self._stop.wait())
@@ -139,10 +139,12 @@ class _Deployment:
         began = time.monotonic()
         with self._console.status("starting Redis") as status:
             redis_url = self._args.redis or await self._start_redis()
-            env = {ENV_REDIS_URL: redis_url, ENV_SECRET: os.environ.get(ENV_SECRET) or secrets.token_hex(32)}
-            await _wait_for_redis(redis_url)
+            secret = shared_secret()
+            env = {ENV_REDIS_URL: redis_url, ENV_SECRET: os.fsdecode(secret) if secret else secrets.token_hex(32)}
+            await self._wait_for_redis(redis_url)
             for name, command in self._commands(model):
-                await self._children.start(name, command, env=env)
+                stage = _ROUTER_STAGE if name == "router" else _NODE_STAGE
+                await self._children.start(name, command, env=env, stage=stage)
             names = ", ".join(child.name for child in self._children)
             status.update(f"starting {names}")
             await self._wait_until_served(model, status.update)
@@ -151,8 +153,23 @@ class _Deployment:
 
     async def _start_redis(self) -> str:
         server = embedded_redis.prepare(self._log_dir)
-        await self._children.start("redis", [str(server.binary), "-"], env={}, stdin=server.configuration)
+        await self._children.start("redis", server.command, env={}, stage=_REDIS_STAGE, stdin=server.configuration)
         return server.url
+
+    async def _wait_for_redis(self, url: str) -> None:
+        membership = Membership(url)
+        deadline = time.monotonic() + REDIS_TIMEOUT_S
+        try:
+            while True:
+                self._check_alive()
+                with suppress(MembershipError):
+                    await membership.read()
+                    return
+                if time.monotonic() > deadline:
+                    raise ConfigError("Redis cannot be reached; check --redis and its password")
+                await asyncio.sleep(0.05)
+        finally:
+            await membership.close()
 
     def _commands(self, model: ModelFiles) -> list[tuple[str, list[str]]]:
         args = self._args
@@ -181,18 +198,22 @@ class _Deployment:
         async with httpx.AsyncClient(base_url=self._url(), timeout=10, trust_env=False) as client:
             while True:
                 self._check_alive()
-                with suppress(httpx.TransportError):
+                with suppress(httpx.HTTPError):
                     ready = await client.get("/ready")
                     if ready.status_code == 200:
                         break
-                    tell(f"waiting: {ready.json().get('reason', 'starting')}")
+                    tell(f"waiting: {_reason(ready)}")
                 if time.monotonic() > deadline:
                     raise ConfigError(f"not ready after {self._args.ready_timeout_s:g} s; logs are in {self._log_dir}")
                 await asyncio.sleep(0.1)
             tell("serving a first request")
             # Two tokens: the first comes from the prefill node, the second needs the KV blocks on the decode node.
             body = {"model": model.served_name, "prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
-            answer = await client.post("/v1/completions", json=body, timeout=60)
+            try:
+                answer = await client.post("/v1/completions", json=body, timeout=FIRST_REQUEST_TIMEOUT_S)
+            except httpx.HTTPError as error:
+                name = type(error).__name__
+                raise ConfigError(f"the first request failed ({name}); logs are in {self._log_dir}") from error
             if answer.status_code != 200:
                 raise ConfigError(f"the first request failed with {answer.status_code}; logs are in {self._log_dir}")
 
@@ -203,7 +224,7 @@ class _Deployment:
 
     def _url(self) -> str:
         host = "127.0.0.1" if self._args.host in ("0.0.0.0", "::") else self._args.host
-        return f"http://{host}:{self._port}"
+        return f"http://{url_host(host)}:{self._port}"
 
     def _announce(self, model: ModelFiles, redis_url: str) -> None:
         if self._args.state_file is not None:
@@ -241,17 +262,30 @@ class _Deployment:
         return "router" in kinds and (self._args.redis is not None or "redis" in kinds)
 
 
-async def _wait_for_redis(url: str) -> None:
-    membership = Membership(url)
+def _find_model(name: str) -> ModelFiles:
     try:
-        for _ in range(100):
-            with suppress(MembershipError):
-                await membership.read()
-                return
-            await asyncio.sleep(0.05)
-        raise ConfigError("Redis cannot be reached; check --redis and its password")
-    finally:
-        await membership.close()
+        return resolve_model(name)
+    except ModelFilesError as error:
+        if name != DEMO_MODEL or pull_demo_model() != 0:
+            raise ConfigError(str(error)) from error
+        return resolve_model(name)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Before anything is started: another server there would be taken for our router."""
+    if not 0 < port < 65536:
+        raise ConfigError("--port must be between 0 and 65535")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0") from error
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["reason"])
+    except (ValueError, KeyError, TypeError):
+        return "starting"
 
 
 def _write_private(path: Path, state: State) -> None:

@@ -5,11 +5,13 @@ full the message is refused with :class:`ChannelError`. Delivery to a dead peer 
 heartbeats (`router/registry.py`) decide life and death, and every exchange has a deadline.
 
 With a shared secret all sockets speak CURVE: the secret yields the one key pair of this cluster, servers admit
-that key only and clients know the server by it. Without a secret only loopback may be bound.
+that key only and clients know the server by it. Without a secret only loopback may be bound, and only loopback is
+dialled: an address that Redis or a peer names may be anyone's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from hashlib import blake2b
 from types import TracebackType
@@ -18,13 +20,18 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from cluster.config import ClusterConfig, is_loopback
+from cluster.config import ClusterConfig, is_loopback, url_host
 from cluster.wire import MAX_FRAME_BYTES, Envelope, Message, Party, WireError, decode, encode
 
 log = logging.getLogger(__name__)
 
 SEND_QUEUE_FRAMES = 10_000
 LINGER_MS = 500
+# More peers than any cluster has: what is beyond them are old lives, or somebody who invents senders.
+MAX_PEERS = 512
+# pyzmq hands out what has already arrived without going through the event loop; a flood must not own it.
+MESSAGES_PER_TURN = 64
+_ZAP_DOMAIN = "baton"
 
 
 class ChannelError(Exception):
@@ -38,12 +45,14 @@ class Channel:
         if config.secret is None and not is_loopback(config.bind_host):
             raise ChannelError("a non-loopback bind needs the shared secret")
         self._config = config
-        self._context = zmq.asyncio.Context()
+        self._context: zmq.asyncio.Context | None = None
         self._inbox: zmq.asyncio.Socket | None = None
+        # Least recently used first.
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._keys = _curve_keys(config.secret) if config.secret else None
         self._authenticator: AsyncioAuthenticator | None = None
         self._party: Party | None = None
+        self._num_received = 0
         self.num_dropped = 0
 
     @property
@@ -54,86 +63,126 @@ class Channel:
         return self._party
 
     async def __aenter__(self) -> Channel:
-        inbox = self._context.socket(zmq.PULL)
-        inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        inbox.setsockopt(zmq.LINGER, 0)
-        if self._keys is not None:
-            self._authenticator = AsyncioAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(self._keys[0]))
-            inbox.curve_publickey, inbox.curve_secretkey = self._keys
-            inbox.curve_server = True
+        self._context = zmq.asyncio.Context()
         try:
-            inbox.bind(f"tcp://{self._config.bind_host}:0")
+            self._inbox = self._bind(self._context)
         except zmq.ZMQError as error:
+            await self._close()
             raise ChannelError(f"cannot bind the control socket to {self._config.bind_host}: {error}") from error
-        port = bytes(inbox.getsockopt(zmq.LAST_ENDPOINT)).rsplit(b":", 1)[1].rstrip(b"\0").decode()
-        self._inbox = inbox
-        self._party = Party(self._config.node_id, self._config.epoch, f"tcp://{self._config.advertise_host}:{port}")
+        port = bytes(self._inbox.getsockopt(zmq.LAST_ENDPOINT)).rsplit(b":", 1)[1].rstrip(b"\0").decode()
+        address = f"tcp://{url_host(self._config.advertise_host)}:{port}"
+        self._party = Party(self._config.node_id, self._config.epoch, address)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for peer in list(self._peers):
-            self._peers.pop(peer).close(linger=LINGER_MS)
-        if self._inbox is not None:
-            self._inbox.close(linger=0)
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
+        await self._close()
 
     def send(self, peer: Party, message: Message) -> None:
-        """Queue ``message`` for ``peer``; returns at once. Raises :class:`ChannelError` if its queue is full."""
-        socket = self._peers.get((peer.address, peer.epoch)) or self._connect(peer)
+        """Queue ``message`` for ``peer``; returns at once. Raises :class:`ChannelError` if that is not possible."""
         try:
             frame = encode(Envelope(self.party, peer.epoch, message))
-            socket.send(frame, zmq.NOBLOCK)
+            self._socket(peer).send(frame, zmq.NOBLOCK)
         except zmq.Again:
             raise ChannelError(f"the queue to {peer.id} is full") from None
-        except WireError as error:
-            raise ChannelError(str(error)) from error
+        except (WireError, zmq.ZMQError) as error:
+            raise ChannelError(f"cannot send to {peer.id}: {error}") from error
 
     async def receive(self) -> Envelope:
         """The next message meant for this life of this process; anything else is counted and dropped."""
         if self._inbox is None:
             raise ChannelError("the channel is not open yet")
         while True:
+            self._num_received += 1
+            if self._num_received % MESSAGES_PER_TURN == 0:
+                await asyncio.sleep(0)
             frames = await self._inbox.recv_multipart()
             try:
                 if len(frames) != 1:
                     raise WireError(f"{len(frames)} frames in one message")
                 envelope = decode(frames[0])
+                if envelope.to_epoch != self._config.epoch:
+                    raise WireError("it is meant for another life of this process")
             except WireError as error:
-                self.num_dropped += 1
-                log.warning("dropped a malformed control message: %s", error)
-                continue
-            if envelope.to_epoch != self._config.epoch:
-                self.num_dropped += 1
+                self._drop(error)
                 continue
             return envelope
 
     def forget(self, peer: Party) -> None:
-        """Close the socket to a dead peer and drop what is queued for it."""
+        """Close the socket to a peer that is given up. What is queued for it is still sent if it can be soon."""
         socket = self._peers.pop((peer.address, peer.epoch), None)
         if socket is not None:
-            socket.close(linger=0)
+            socket.close(linger=LINGER_MS)
+
+    def _bind(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        inbox = context.socket(zmq.PULL)
+        try:
+            inbox.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            inbox.setsockopt(zmq.LINGER, 0)
+            inbox.setsockopt(zmq.IPV6, int(":" in self._config.bind_host))
+            if self._keys is not None:
+                self._authenticator = AsyncioAuthenticator(context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _OneKey(self._keys[0]))
+                inbox.curve_publickey, inbox.curve_secretkey = self._keys
+                inbox.curve_server = True
+                inbox.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)  # with a domain nobody is admitted unasked
+            inbox.bind(f"tcp://{url_host(self._config.bind_host)}:0")
+        except zmq.ZMQError:
+            inbox.close(linger=0)
+            raise
+        return inbox
+
+    async def _close(self) -> None:
+        for peer in list(self._peers):
+            self._peers.pop(peer).close(linger=LINGER_MS)
+        if self._inbox is not None:
+            self._inbox.close(linger=0)
+            self._inbox = None
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+            await asyncio.sleep(0)  # lets its cancelled task end before its socket's context does
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _drop(self, error: WireError) -> None:
+        self.num_dropped += 1
+        if self.num_dropped & (self.num_dropped - 1) == 0:  # 1, 2, 4, 8, ...: a flood must not fill the log
+            log.warning("dropped a control message (%d so far): %s", self.num_dropped, error)
+
+    def _socket(self, peer: Party) -> zmq.Socket[bytes]:
+        name = (peer.address, peer.epoch)
+        socket = self._peers.pop(name, None) or self._connect(peer)
+        self._peers[name] = socket
+        if len(self._peers) > MAX_PEERS:
+            self._peers.pop(next(iter(self._peers))).close(linger=LINGER_MS)
+        return socket
 
     def _connect(self, peer: Party) -> zmq.Socket[bytes]:
+        host, _colon, port = peer.address.removeprefix("tcp://").rpartition(":")
+        if not port.isdecimal() or not 0 < int(port) < 65536:  # ZeroMQ would take the port modulo 65536
+            raise ChannelError(f"{peer.id} has no usable address")
+        if self._keys is None and not is_loopback(host.strip("[]")):
+            raise ChannelError(f"{peer.id} is not on loopback, and without a shared secret nothing else is dialled")
+        if self._context is None:
+            raise ChannelError("the channel is not open")
         socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if self._keys is not None:
-            socket.curve_publickey, socket.curve_secretkey = self._keys
-            socket.curve_serverkey = self._keys[0]
         try:
+            socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.IPV6, int("[" in peer.address))
+            if self._keys is not None:
+                socket.curve_publickey, socket.curve_secretkey = self._keys
+                socket.curve_serverkey = self._keys[0]
             socket.connect(peer.address)
-        except zmq.ZMQError as error:
+        except zmq.ZMQError:
             socket.close(linger=0)
-            raise ChannelError(f"cannot connect to {peer.id}: {error}") from error
-        self._peers[(peer.address, peer.epoch)] = socket
+            raise
         return socket
 
 

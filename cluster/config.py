@@ -7,9 +7,12 @@ the environment only, so that they never show up in a process list.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import re
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,6 +22,11 @@ ENV_REDIS_URL = "BATON_REDIS_URL"
 ENV_SECRET = "BATON_SECRET"  # noqa: S105 - the name of a variable, not a secret
 ENV_CACHE = "BATON_CACHE"
 ENV_LOG_LEVEL = "BATON_LOG_LEVEL"
+ENV_PARENT_PID = "BATON_PARENT_PID"
+MIN_SECRET_BYTES = 16
+
+_NODE_ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}")
 
 
 class ConfigError(Exception):
@@ -45,14 +53,39 @@ def new_epoch() -> int:
 def cache_dir() -> Path:
     """The user's cache for Baton: ``$BATON_CACHE``, else ``$XDG_CACHE_HOME/baton``, else ``~/.cache/baton``."""
     if own := os.environ.get(ENV_CACHE):
-        return Path(own)
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "baton"
 
 
 def log_level() -> str:
-    """``$BATON_LOG_LEVEL``, default INFO."""
-    return os.environ.get(ENV_LOG_LEVEL, "INFO").upper()
+    """``$BATON_LOG_LEVEL``, default INFO. Raises :class:`ConfigError` for a level that logging does not know."""
+    level = os.environ.get(ENV_LOG_LEVEL, "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"${ENV_LOG_LEVEL} must be one of DEBUG, INFO, WARNING, ERROR, CRITICAL")
+    return level
+
+
+def shared_secret() -> bytes | None:
+    """``$BATON_SECRET``, or None if it is not set. Raises :class:`ConfigError` if it is too short to protect."""
+    raw = os.environ.get(ENV_SECRET)
+    secret = os.fsencode(raw) if raw else None
+    if secret is not None and len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"${ENV_SECRET} must have at least {MIN_SECRET_BYTES} characters, e.g. from: openssl rand -hex 32"
+        )
+    return secret
+
+
+def parent_pid() -> int | None:
+    """``$BATON_PARENT_PID``: the `baton up` that started this process, or None."""
+    raw = os.environ.get(ENV_PARENT_PID, "")
+    return int(raw) if raw.isascii() and raw.isdigit() else None
+
+
+def child_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that this one starts and that ends with it: ours, and ``own``."""
+    return {**os.environ, **own, ENV_PARENT_PID: str(os.getpid())}
 
 
 def set_default_environment(defaults: dict[str, str]) -> None:
@@ -90,28 +123,49 @@ def cluster_config(args: argparse.Namespace, role: str) -> ClusterConfig:
     redis_url = args.redis or os.environ.get(ENV_REDIS_URL)
     if not redis_url:
         raise ConfigError(f"no Redis given: pass --redis URL or set ${ENV_REDIS_URL}")
-    if urlsplit(redis_url).scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError("--redis must be a redis://, rediss:// or unix:// URL")
-    raw = os.environ.get(ENV_SECRET)
-    secret = raw.encode() if raw else None
-    if secret is not None and len(secret) < 16:
-        raise ConfigError(f"${ENV_SECRET} must have at least 16 characters, e.g. from: openssl rand -hex 32")
-    if not is_loopback(args.bind) and secret is None:
-        raise ConfigError(
-            f"--bind {args.bind} is reachable from other machines: set ${ENV_SECRET} (the same on every "
-            "process, e.g. from: openssl rand -hex 32), or bind 127.0.0.1"
-        )
+    check_redis_url(redis_url)
+    node_id = args.node_id or f"{role}-{secrets.token_hex(4)}"
+    if not _NODE_ID.fullmatch(node_id):
+        raise ConfigError("--node-id takes up to 128 letters, digits, dots, dashes and underscores")
+    secret = shared_secret()
+    bind = "127.0.0.1" if args.bind == "localhost" else args.bind  # ZeroMQ binds numbers and interfaces only
     advertise = args.advertise_host
     if advertise == "auto":
-        advertise = route_address(redis_url) if args.bind in ("0.0.0.0", "::") else args.bind
+        advertise = route_address(redis_url) if bind in ("0.0.0.0", "::") else bind
+    if not _HOST.fullmatch(advertise):
+        raise ConfigError("--advertise-host takes a host name or an IP address, without a port")
+    for option, host in (("--bind", bind), ("--advertise-host", advertise)):
+        if secret is None and not is_loopback(host):
+            raise ConfigError(
+                f"{option} {host} is reachable from other machines: set ${ENV_SECRET} (the same on every "
+                "process, e.g. from: openssl rand -hex 32), or use 127.0.0.1"
+            )
     return ClusterConfig(
-        node_id=args.node_id or f"{role}-{secrets.token_hex(4)}",
+        node_id=node_id,
         epoch=new_epoch(),
         redis_url=redis_url,
-        bind_host=args.bind,
+        bind_host=bind,
         advertise_host=advertise,
         secret=secret,
     )
+
+
+def check_redis_url(redis_url: str) -> None:
+    """Raises :class:`ConfigError` for what is no Redis URL; never repeats it, it may hold a password."""
+    try:
+        parts = urlsplit(redis_url)
+        port_is_usable = parts.port is None or parts.port > 0
+    except ValueError:
+        raise ConfigError("--redis is not a URL: check its host and port") from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError("--redis must be a redis://, rediss:// or unix:// URL")
+    if not port_is_usable:
+        raise ConfigError("--redis is not a URL: check its host and port")
+
+
+def url_host(host: str) -> str:
+    """``host`` as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_loopback(host: str) -> bool:

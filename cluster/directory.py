@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import redis.asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
+from cluster.membership import connect
 from cluster.prefix_hash import HASH_BYTES
 from cluster.wire import Party
 
@@ -26,20 +27,28 @@ FOLLOW_S: Final = 0.2
 EXPIRY_S: Final = 30
 LOG_ENTRIES: Final = 2_000
 MAX_NAMES: Final = 1_000_000
-SOCKET_TIMEOUT_S: Final = 1.0
+READ_TIMEOUT_S: Final = 3.0
+NAMES_PER_COMMAND: Final = 10_000
 
 
 class DirectoryError(Exception):
-    """Redis could not be reached, or holds what no node of ours would write."""
+    """What Redis holds for one node is not what a node of ours would write."""
+
+
+class DirectoryAwayError(DirectoryError):
+    """Redis could not be reached: no node's names can be read now."""
 
 
 class PrefixPublisher:
-    """Tells Redis what one node's prefix cache holds. Owns its connections."""
+    """Tells Redis what one node's prefix cache holds. Owns its connections.
+
+    ``read_changes`` returns the names (added, removed) since its last call.
+    """
 
     def __init__(
         self, redis_url: str, party: Party, read_changes: Callable[[], tuple[list[bytes], list[bytes]]]
     ) -> None:
-        self._redis: redis.Redis = _connect(redis_url)
+        self._redis = connect(redis_url)
         self._party = party
         self._read_changes = read_changes
         self._names: set[bytes] = set()
@@ -47,7 +56,7 @@ class PrefixPublisher:
         self._in_step = False
 
     async def run(self) -> None:
-        """Publish changes until cancelled. After a failure the whole set is written again."""
+        """Publish changes until cancelled. After a failure, or if Redis lost it, the whole set is written again."""
         idle_s = 0.0
         while True:
             added, removed = self._read_changes()
@@ -82,9 +91,11 @@ class PrefixPublisher:
     async def _write_all(self) -> None:
         self._sequence += 1
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(_set_key(self._party))
-            if self._names:
-                pipe.sadd(_set_key(self._party), *self._names)
+            # The log too: whatever lies under its key, this life's log starts anew here.
+            pipe.delete(_set_key(self._party), _log_key(self._party))
+            names = list(self._names)
+            for start in range(0, len(names), NAMES_PER_COMMAND):
+                pipe.sadd(_set_key(self._party), *names[start : start + NAMES_PER_COMMAND])
             pipe.xadd(_log_key(self._party), {"n": self._sequence, "all": b""}, maxlen=LOG_ENTRIES)
             self._expire(pipe)
             await pipe.execute()
@@ -93,6 +104,7 @@ class PrefixPublisher:
     async def _write_changes(self, added: list[bytes], removed: list[bytes]) -> None:
         self._sequence += 1
         async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.exists(_log_key(self._party))
             if removed:
                 pipe.srem(_set_key(self._party), *removed)
             if added:
@@ -100,7 +112,8 @@ class PrefixPublisher:
             entry: Any = {"n": self._sequence, "add": b"".join(added), "remove": b"".join(removed)}
             pipe.xadd(_log_key(self._party), entry, maxlen=LOG_ENTRIES)
             self._expire(pipe)
-            await pipe.execute()
+            log_existed, *_others = await pipe.execute()
+        self._in_step = bool(log_existed)  # a Redis that came back empty has these changes only
 
     async def _keep_alive(self) -> None:
         if not await self._redis.expire(_log_key(self._party), EXPIRY_S):
@@ -125,30 +138,39 @@ class PrefixReader:
     async def update(self) -> None:
         """Bring ``names`` up to date. Raises :class:`DirectoryError`; call again later."""
         try:
-            if self._last_id is None:
-                await self._load()
-            else:
-                await self._follow()
-        except (RedisError, OSError) as error:
-            raise DirectoryError(f"cannot read the prefix directory: {type(error).__name__}") from error
-        except (ValueError, KeyError, TypeError) as error:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                if self._last_id is None:
+                    await self._load()
+                else:
+                    await self._follow()
+        except (ResponseError, ValueError, KeyError, TypeError) as error:
             self._last_id = None
-            raise DirectoryError("a node's prefix log does not match the schema") from error
+            self.names = set()
+            raise DirectoryError("its prefix log or set does not match the schema") from error
+        except (RedisError, OSError) as error:
+            raise DirectoryAwayError(f"cannot read the prefix directory: {type(error).__name__}") from error
 
     async def _load(self) -> None:
         newest: Any = await self._redis.xrevrange(_log_key(self._party), count=1)
         if not newest:
             return
+        if await self._redis.scard(_set_key(self._party)) > MAX_NAMES:
+            raise ValueError("too many names")
         names: Any = await self._redis.smembers(_set_key(self._party))
-        if len(names) > MAX_NAMES or any(len(name) != HASH_BYTES for name in names):
-            raise ValueError("bad names")
+        if any(len(name) != HASH_BYTES for name in names):
+            raise ValueError("names are 16 bytes long")
         self.names = set(names)
         entry_id, fields = newest[0]
         self._last_id, self._last_sequence = entry_id, int(fields[b"n"])
 
     async def _follow(self) -> None:
         position: Any = {_log_key(self._party): self._last_id}
-        answer: Any = await self._redis.xread(position, count=LOG_ENTRIES)
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.xread(position, count=LOG_ENTRIES)
+            pipe.xrevrange(_log_key(self._party), count=1)
+            answer, newest = await pipe.execute()
+        if not answer and (not newest or newest[0][0] != self._last_id):
+            self._last_id = None  # the log was lost, and perhaps begun again by a slower clock
         for _stream, entries in answer or []:
             for entry_id, fields in entries:
                 sequence = int(fields[b"n"])
@@ -158,13 +180,15 @@ class PrefixReader:
                 self.names.difference_update(_split(fields[b"remove"]))
                 self.names.update(_split(fields[b"add"]))
                 self._last_id, self._last_sequence = entry_id, sequence
+                if len(self.names) > MAX_NAMES:
+                    raise ValueError("too many names")
 
 
 class PrefixFollower:
     """The router's connection to the directory."""
 
     def __init__(self, redis_url: str) -> None:
-        self._redis: redis.Redis = _connect(redis_url)
+        self._redis = connect(redis_url)
 
     def reader(self, party: Party) -> PrefixReader:
         """A reader of one life of one node."""
@@ -179,10 +203,6 @@ def _split(joined: bytes) -> Iterable[bytes]:
     if len(joined) % HASH_BYTES:
         raise ValueError("names are 16 bytes long")
     return (joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES))
-
-
-def _connect(redis_url: str) -> redis.Redis:
-    return redis.Redis.from_url(redis_url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
 
 
 def _set_key(party: Party) -> str:

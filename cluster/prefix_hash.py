@@ -18,14 +18,17 @@ def seed_hash(fingerprint: str, cache_salt: str = "", adapter: str = "") -> byte
     """Parent of every first block."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"baton-prefix")
     for part in (fingerprint, cache_salt, adapter):
-        raw = part.encode()
+        raw = part.encode(errors="surrogatepass")  # a salt is a client's: any text has a name
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
     return digest.digest()
 
 
 def child_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name of the block holding ``token_ids`` (each in [0, 2**32)) after the prefix ``parent``."""
+    """Name of the block holding ``token_ids`` (each in [0, 2**32)) after the prefix ``parent``.
+
+    ``parent`` needs no length in front: it always has :data:`HASH_BYTES` (`cluster/wire.py` checks it).
+    """
     digest = blake2b(parent, digest_size=HASH_BYTES, person=b"baton-block")
     digest.update(len(token_ids).to_bytes(8, "little"))
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +15,8 @@ from cluster.config import log_level
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "baton_"
+# C0 and C1 controls (terminal escapes), line separators, and marks that reorder text.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class Sample:
 def setup_logging(process: str) -> None:
     """Log lines to stderr: time, process, level, message. Control characters from outside are escaped."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_OneLineFormatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"))
+    name = _escaped(process).replace("%", "%%")
+    handler.setFormatter(_OneLineFormatter(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level(), handlers=[handler], force=True)
 
 
@@ -40,11 +45,17 @@ def render_metrics(read: Callable[[], Iterable[Sample]]) -> Callable[[], bytes]:
 
 
 class _OneLineFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        if record.exc_info:
-            return text
-        return text.replace("\r", "\\r").replace("\n", "\\n").replace("\x1b", "\\x1b")
+    """One record, one line; the lines of a traceback are indented, so that none can pass for a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return "\n".join("    " + _escaped(line) for line in super().formatException(ei).split("\n"))
+
+
+def _escaped(text: str) -> str:
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Reader:

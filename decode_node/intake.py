@@ -4,7 +4,7 @@ Ownership: the intake owns ``block_table`` under its key's name. Blocks that may
 when the request ends early, and are freed only when the transport says that nothing can land any more.
 ``num_missing`` blocks have to be sent: the end of the prompt's blocks, those that were not found here.
 ``growth_left`` blocks are promised to it but not yet taken; the sum of promises never exceeds the free blocks, so a
-running request can always grow.
+running request can always grow. The promise holds for the capsule that :meth:`Intake.mismatch` lets through, no other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from enum import Enum
 from cluster.prefix_hash import child_hash
 from cluster.request import RequestKey, SamplingParams
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, Party
+from cluster.wire import Capsule, Commit, Party
+from engine.step import SequenceChunk
 
 
 class IntakeState(Enum):
@@ -64,6 +65,7 @@ class Intake:
     seed_name: bytes
     block_names: tuple[bytes, ...]
     sampling: SamplingParams
+    num_emitted: int
     ticket_id: int
     num_missing: int
     block_table: list[int]
@@ -92,9 +94,27 @@ class Intake:
         return self.life.state
 
     @property
+    def active(self) -> bool:
+        """True until the request has ended, one way or another."""
+        return self.state in ARRIVING or self.state in DECODING
+
+    @property
     def covered(self) -> bool:
         """True once every missing block has arrived exactly once."""
         return len(self.arrived) == self.num_missing
+
+    def mismatch(self, sender: Party, commit: Commit, block_size: int) -> str | None:
+        """Why ``commit`` cannot be for what was reserved here, or None."""
+        capsule = commit.capsule
+        if (sender.id, sender.epoch) != (self.prefill.id, self.prefill.epoch):
+            return "the commit comes from another prefill node than was reserved for"
+        if capsule.prompt_len != self.prompt_len or len(capsule.tail_token_ids) != self.prompt_len % block_size:
+            return "the commit is for another prompt than was reserved for"
+        if capsule.sampling != self.sampling or capsule.num_emitted != self.num_emitted + 1:
+            return "the commit is for another number of tokens than was reserved for"
+        if capsule.num_emitted >= self.sampling.max_tokens:
+            return "the commit is for a request that has ended"
+        return None
 
     def start(self, capsule: Capsule) -> None:
         """Set up decoding from token 0."""
@@ -104,6 +124,17 @@ class Intake:
         self.context_len = self.prompt_len
         self.parent_name = self.block_names[-1] if self.block_names else self.seed_name
         self.tail = list(capsule.tail_token_ids)
+
+    def next_chunk(self) -> SequenceChunk:
+        """The next decode step: store ``last_token``, choose the token after it."""
+        return SequenceChunk(
+            key=self.key,
+            token_ids=(self.last_token,),
+            start=self.context_len,
+            block_table=self.block_table,
+            sampling=self.sampling,
+            position=self.context_len + 1,
+        )
 
     def append(self, token_id: int, block_size: int) -> tuple[int, bytes] | None:
         """A step stored ``last_token`` and chose ``token_id``. Returns (block, its name) if it filled a block."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from cluster.errors import BatonError, DeadlineError, EngineError, TransferError
+from cluster.errors import BatonError, DeadlineError, EngineError, NodeStateError, TransferError, WorkerLostError
 from cluster.request import RequestKey, finish_reason
 from cluster.wire import (
     Acknowledged,
@@ -46,7 +46,7 @@ from engine.instructions import (
     Withdraw,
 )
 from engine.remembered import RouterWatch
-from engine.step import SequenceChunk, StepPlan, StepResult
+from engine.step import StepPlan, StepResult
 from kvtransfer.events import BlocksArrived, ReceiveFailed, Withdrawn
 from kvtransfer.ticket import Hello, TransferTicket, encode_ticket
 
@@ -107,16 +107,17 @@ class DecodeState:
                 intake.life.move(IntakeState.RUNNING, now)
             self._table.grow(intake)
             intake.in_step = True
-        return StepPlan(tuple(_next_token(intake) for intake in self._planned))
+        return StepPlan(tuple(intake.next_chunk() for intake in self._planned))
 
     def tick(self, now: float) -> list[Instruction]:
-        """Fail what has not arrived in time; cancel what belongs to a router that fell silent."""
+        """Fail what has not arrived in time, and what belongs to a router that fell silent."""
         for intake in self._table:
             if intake.state in ARRIVING and now > intake.deadline_s:
                 self._fail(intake, DeadlineError("the KV blocks did not arrive before the deadline"), now)
-        for router in self._routers.take_silent(now):
-            for intake in [i for i in self._table if i.router == router]:
-                self._cancel(intake, None, now)
+        silent = self._routers.take_silent(now)
+        for intake in self._table:
+            if intake.router in silent and intake.active:
+                self._fail(intake, NodeStateError("the router was not heard of for too long"), now)
         return self._take()
 
     def load(self) -> NodeLoad:
@@ -158,7 +159,7 @@ class DecodeState:
                 self._out.append(DropPeer(node_id, epoch))
                 for intake in self._table:
                     if (intake.prefill.id, intake.prefill.epoch) == (node_id, epoch) and intake.state in ARRIVING:
-                        self._fail(intake, TransferError("the prefill node was lost"), now)
+                        self._fail(intake, WorkerLostError("the prefill node was lost"), now)
             case Ping(sequence):
                 self._routers.heard(sender, now)
                 self._out.append(Send(sender, Pong(sequence, self.load())))
@@ -167,8 +168,11 @@ class DecodeState:
 
     def _on_reserve(self, router: Party, reserve: Reserve, now: float) -> None:
         key = reserve.key
-        if self._table.get(key) is not None or self._table.has_ended(key):
-            self._out.append(Send(router, Refused(key, "this dispatch is known here already", None)))
+        if self._table.get(key) is not None:
+            log.warning("%s was reserved twice", key)
+            return
+        if self._table.has_ended(key):
+            self._out.append(Send(router, Refused(key, "this dispatch is over on the decode node", None)))
             return
         intake = self._table.admit(router, reserve, now)
         if isinstance(intake, NoRoom):
@@ -195,25 +199,24 @@ class DecodeState:
         intake = self._table.get(commit.key)
         if intake is None or intake.state not in (IntakeState.RESERVED, IntakeState.RECEIVING):
             return
-        capsule = commit.capsule
-        num_full = intake.prompt_len // self._settings.block_size
-        if (
-            (sender.id, sender.epoch) != (intake.prefill.id, intake.prefill.epoch)
-            or capsule.prompt_len != intake.prompt_len
-            or len(capsule.tail_token_ids) != intake.prompt_len - num_full * self._settings.block_size
-        ):
-            self._fail(intake, TransferError("the commit does not match the reservation"), now)
+        if (mismatch := intake.mismatch(sender, commit, self._settings.block_size)) is not None:
+            self._fail(intake, TransferError(mismatch), now)
             return
-        intake.start(capsule)
+        intake.start(commit.capsule)
         intake.life.move(IntakeState.COMMITTED, now)
         self._try_run(intake, now)
 
     def _on_sender_done(self, key: RequestKey, blocks_sent: int, now: float) -> None:
-        """The prefill node will send no more than ``blocks_sent``: the transfer ends early."""
+        """The prefill node will send no more than ``blocks_sent``: the transfer ends early.
+
+        It has told the router why, unless it had committed: from then on this node speaks for the request.
+        """
         intake = self._table.get(key)
         if intake is None or intake.state in DECODING:
             return
-        if intake.state in ARRIVING:
+        if intake.state is IntakeState.COMMITTED:
+            self._fail(intake, TransferError("the prefill node gave up sending KV blocks"), now, blocks_sent)
+        elif intake.state in ARRIVING:
             self._leave(intake, IntakeState.CANCELLED, now, blocks_sent)
         elif intake.quarantined:
             self._out.append(Withdraw(intake.ticket_id, blocks_sent))
@@ -230,6 +233,8 @@ class DecodeState:
                     self._fail(intake, TransferError(f"KV blocks broke off: {reason}"), now)
             case Withdrawn(ticket_id):
                 if (intake := self._table.of_ticket(ticket_id)) is not None:
+                    if intake.state in ARRIVING:
+                        self._fail(intake, TransferError("the KV plane gave up the transfer"), now)
                     self._free(intake, now)
             case _:
                 pass
@@ -260,8 +265,8 @@ class DecodeState:
     def _on_step(self, result: StepResult, now: float) -> None:
         self._step += 1
         self._counters["decode_steps_total"] += 1
-        sampled = {token.key: token.token_id for token in result.tokens}
         failed = dict(result.failed)
+        sampled = {token.key: token.token_id for token in result.tokens if token.key not in failed}
         items: dict[Party, list[TokenItem]] = {}
         planned, self._planned = self._planned, []
         for intake in planned:
@@ -269,10 +274,12 @@ class DecodeState:
             self._counters["decode_computed_tokens_total"] += 1
             if intake.state is not IntakeState.RUNNING:
                 self._free(intake, now)
-            elif (reason := failed.get(intake.key)) is not None:
+            elif (token_id := sampled.get(intake.key)) is None:
+                self._table.distrust(intake)
+                reason = failed.get(intake.key, "the engine gave no token for this request")
                 self._fail(intake, EngineError(reason), now)
             else:
-                items.setdefault(intake.router, []).append(self._advance(intake, sampled[intake.key], now))
+                items.setdefault(intake.router, []).append(self._advance(intake, token_id, now))
         for router, theirs in items.items():
             self._out.append(Send(router, Tokens(self._step, tuple(theirs))))
 
@@ -290,19 +297,22 @@ class DecodeState:
 
     # --- endings ---
 
-    def _fail(self, intake: Intake, error: BatonError, now: float) -> None:
+    def _fail(self, intake: Intake, error: BatonError, now: float, blocks_sent: int | None = None) -> None:
         log.warning("%s failed: %s", intake.key, error.message)
         self._out.append(Send(intake.router, Failed(intake.key, error.code, error.message)))
-        self._leave(intake, IntakeState.FAILED, now)
+        self._leave(intake, IntakeState.FAILED, now, blocks_sent)
 
     def _cancel(self, intake: Intake, asker: Party | None, now: float) -> None:
         if asker is not None:
             intake.askers.append(asker)
-        if intake.state in ARRIVING or intake.state in DECODING:
+        if intake.active:
             self._leave(intake, IntakeState.CANCELLED, now)
 
     def _leave(self, intake: Intake, end: IntakeState, now: float, blocks_sent: int | None = None) -> None:
-        """End early. Blocks that bytes may still reach go to quarantine; the others are freed."""
+        """End early. Blocks that bytes may still reach go to quarantine; the others are freed.
+
+        ``blocks_sent`` is known if the prefill node has stopped already: then it need not be asked to.
+        """
         arriving = intake.state in ARRIVING
         intake.life.move(end, now)
         self._counters[f"intakes_{end.value}_total"] += 1
@@ -327,14 +337,3 @@ class DecodeState:
     def _take(self) -> list[Instruction]:
         out, self._out = self._out, []
         return out
-
-
-def _next_token(intake: Intake) -> SequenceChunk:
-    return SequenceChunk(
-        key=intake.key,
-        token_ids=(intake.last_token,),
-        start=intake.context_len,
-        block_table=intake.block_table,
-        sampling=intake.sampling,
-        position=intake.context_len + 1,
-    )

@@ -9,7 +9,8 @@ from cluster.config import ConfigError
 from cluster.model_store import ModelFilesError
 from decode_node.reservation import DecodeSettings
 from decode_node.scheduler import DecodeState
-from engine.node_config import NodeConfig
+from engine.node import DeclaredDeadError
+from engine.node_config import RESTART, NodeConfig
 from engine.service import NodeParts, run_node
 from kvtransfer.errors import KVTransferError
 from kvtransfer.ticket import new_ticket_id
@@ -24,6 +25,9 @@ async def serve(config: NodeConfig) -> int:
     except (ConfigError, ModelFilesError, ChannelError, KVTransferError, OSError) as error:
         log.error("cannot serve: %s", error)
         return 2
+    except DeclaredDeadError as error:
+        log.error("%s; starting again as another life", error)
+        return RESTART
     return 0
 
 

@@ -68,8 +68,13 @@ class IntakeTable:
     def arrived(self, intake: Intake) -> None:
         """Everything is here: the prompt's full blocks can be found by others, the ticket is closed."""
         self._by_ticket.pop(intake.ticket_id, None)
-        for block_id, name in zip(intake.block_table, intake.block_names, strict=False):
-            self.pool.name(block_id, name)
+        # Only what came with this ticket: a shared block that lost its name since has lost it for a reason.
+        for index in range(len(intake.block_table) - intake.num_missing, len(intake.block_names)):
+            self.pool.name(intake.block_table[index], intake.block_names[index])
+
+    def distrust(self, intake: Intake) -> None:
+        """The engine could not go on from these blocks: a retry must get them anew, not find them."""
+        self.pool.forget_names(intake.block_table)
 
     def grow(self, intake: Intake) -> None:
         """Take a promised block if the next token needs one."""
@@ -107,7 +112,8 @@ class IntakeTable:
             seed_name=reserve.seed_hash,
             block_names=reserve.block_hashes,
             sampling=reserve.sampling,
-            ticket_id=self._new_ticket_id() if room.num_missing else 0,
+            num_emitted=reserve.num_emitted,
+            ticket_id=self._unused_ticket_id() if room.num_missing else 0,
             num_missing=room.num_missing,
             block_table=[*room.shared, *self.pool.allocate(room.num_missing, owner)],
             growth_left=room.growth,
@@ -119,3 +125,8 @@ class IntakeTable:
         if room.num_missing:
             self._by_ticket[intake.ticket_id] = intake
         return intake
+
+    def _unused_ticket_id(self) -> int:
+        while (ticket_id := self._new_ticket_id()) in self._by_ticket:
+            pass
+        return ticket_id

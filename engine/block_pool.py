@@ -54,8 +54,8 @@ class BlockPool:
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(num_blocks))
         self._by_name: dict[bytes, int] = {}
-        self._added: list[bytes] = []
-        self._removed: list[bytes] = []
+        self._added: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
         self._num_quarantined = 0
 
     @property
@@ -76,6 +76,11 @@ class BlockPool:
     def generation(self, block_id: int) -> int:
         """The block's current life."""
         return self._blocks[block_id].generation
+
+    def is_writable(self, block_id: int, owner: str) -> bool:
+        """True if ``owner`` may write the block: it is the only owner, and no lookup can find the block."""
+        block = self._blocks[block_id]
+        return block.name is None and list(block.owners) == [owner]
 
     def match(self, names: Sequence[bytes]) -> list[int]:
         """Ids of the longest run of leading ``names`` the pool holds. Takes no ownership."""
@@ -123,7 +128,15 @@ class BlockPool:
             return
         block.name = name
         self._by_name[name] = block_id
-        self._added.append(name)
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._added[name] = None
+
+    def forget_names(self, block_ids: Iterable[int]) -> None:
+        """What these blocks hold is in doubt: no lookup finds them any more. Their owners keep them."""
+        for block_id in block_ids:
+            self._forget_name(block_id)
 
     def release(self, block_ids: Sequence[int], owner: str) -> int:
         """``owner`` lets go; blocks without owners become free. Returns how many did.
@@ -142,7 +155,7 @@ class BlockPool:
         """``owner`` is gone but bytes may still land in these blocks; only :meth:`end_quarantine` frees them."""
         for block_id in block_ids:
             block = self._blocks[block_id]
-            if block.name is not None or list(block.owners) != [owner]:
+            if not self.is_writable(block_id, owner):
                 raise BlockPoolError(f"block {block_id} is shared or named and cannot be quarantined")
             self._disown(block_id, owner)
             block.quarantined_for = owner
@@ -160,9 +173,12 @@ class BlockPool:
         return len(block_ids)
 
     def drain_name_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Names (added, removed) since the last call, for the Redis directory."""
-        changes = (self._added, self._removed)
-        self._added, self._removed = [], []
+        """Names (added, removed) since the last call, for the Redis directory.
+
+        Net: no name is in both, whatever the order in which it came and went; applying them gives what is held now.
+        """
+        changes = (list(self._added), list(self._removed))
+        self._added, self._removed = {}, {}
         return changes
 
     def report(self) -> list[BlockReport]:
@@ -183,9 +199,13 @@ class BlockPool:
                 raise BlockPoolError(f"block {block_id} is in {states} states: {block}")
             if block.name is not None and self._by_name.get(block.name) != block_id:
                 raise BlockPoolError(f"block {block_id} carries a name the index does not know")
+            if block.name is not None and block.quarantined_for is not None:
+                raise BlockPoolError(f"block {block_id} can be found by name, but bytes may still land in it")
         for name, block_id in self._by_name.items():
             if self._blocks[block_id].name != name:
                 raise BlockPoolError(f"the index names block {block_id} wrongly")
+        if self._num_quarantined != sum(block.quarantined_for is not None for block in self._blocks):
+            raise BlockPoolError("the count of quarantined blocks is wrong")
 
     def _own(self, block_id: int, owner: str) -> None:
         owners = self._blocks[block_id].owners
@@ -207,5 +227,8 @@ class BlockPool:
         block = self._blocks[block_id]
         if block.name is not None:
             del self._by_name[block.name]
-            self._removed.append(block.name)
+            if block.name in self._added:
+                del self._added[block.name]
+            else:
+                self._removed[block.name] = None
             block.name = None

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from cluster.channel import Channel, ChannelError
+from cluster.wire import PeerDown
 from engine.instructions import (
     CancelPush,
     CompleteTransfer,
@@ -32,12 +33,16 @@ from engine.instructions import (
 )
 from engine.step import FailedSequence, StepPlan, StepResult
 from kvtransfer.errors import KVTransferError
-from kvtransfer.events import PushFailed, ReceiveFailed
+from kvtransfer.events import PushFailed, ReceiveFailed, Withdrawn
 from kvtransfer.plane import KVPlane
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
+
+
+class DeclaredDeadError(Exception):
+    """The cluster has dropped this life of this node for good; it must start again under a new epoch."""
 
 
 class Runner(Protocol):
@@ -83,8 +88,14 @@ class NodeLoop:
                 tasks.create_task(self._step(state, forward))
 
     async def _receive_messages(self) -> None:
+        me = self._channel.party
         while True:
             envelope = await self._channel.receive()
+            match envelope.body:
+                case PeerDown(node_id, epoch) if (node_id, epoch) == (me.id, me.epoch):
+                    raise DeclaredDeadError(f"{envelope.sender.id} gave this node up for dead")
+                case _:
+                    pass
             self._take_in(MessageArrived(envelope.sender, envelope.body))
 
     async def _follow_transfers(self, plane: KVPlane) -> None:
@@ -98,6 +109,7 @@ class NodeLoop:
         while True:
             await asyncio.sleep(TICK_S)
             self._perform(state.tick(time.monotonic()))
+            self._work.set()
 
     async def _step(self, state: NodeState, forward: ThreadPoolExecutor) -> None:
         while True:
@@ -167,5 +179,7 @@ class NodeLoop:
                 self._take_in(TransferProgress(PushFailed(ticket.ticket_id, str(error))))
             case Expect(ticket_id):
                 self._take_in(TransferProgress(ReceiveFailed(ticket_id, str(error))))
+                # The plane never knew the ticket: nothing can land, and no report of its own will follow.
+                self._take_in(TransferProgress(Withdrawn(ticket_id)))
             case _:
                 pass

@@ -14,6 +14,9 @@ from cluster.config import (
     set_default_environment,
 )
 
+# Exit status of a node that must start again under a new epoch (EX_TEMPFAIL).
+RESTART = 75
+
 _DTYPES = ("fp32", "bf16")
 _TRANSPORTS = ("ucx", "tcp")
 

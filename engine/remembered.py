@@ -24,6 +24,7 @@ class Tombstones:
     def add(self, key: RequestKey) -> None:
         """Remember that ``key`` is over."""
         self._keys[key] = None
+        self._keys.move_to_end(key)
         if len(self._keys) > self._capacity:
             self._keys.popitem(last=False)
 
@@ -32,7 +33,7 @@ class Tombstones:
 
 
 class RouterWatch:
-    """When each router was last heard. A router that is silent has lost its clients: its requests are cancelled."""
+    """When each router was last heard. A router that is silent has lost its clients: its requests end."""
 
     def __init__(self, silence_s: float = ROUTER_SILENCE_S) -> None:
         self._silence_s = silence_s

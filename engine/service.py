@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from cluster.channel import Channel
@@ -21,7 +21,7 @@ from engine.instructions import NodeState
 from engine.kv_cache import KVCache
 from engine.model import LlamaModel
 from engine.model_config import Dtype, ModelConfig
-from engine.node import NodeLoop
+from engine.node import DeclaredDeadError, NodeLoop
 from engine.node_config import NodeConfig
 from engine.node_http import NodeView, serve_http
 from engine.runner import ModelRunner
@@ -58,7 +58,8 @@ class _Engine:
 async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodeParts], NodeState]) -> None:
     """Serve until SIGTERM or SIGINT, then leave the cluster and give everything back.
 
-    Raises :class:`ConfigError` or a model error if the node cannot start; nothing is registered then.
+    Raises :class:`ConfigError` or a model error if the node cannot start (nothing is registered then), and
+    :class:`DeclaredDeadError` if the cluster has given up this life of it.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -104,8 +105,14 @@ async def _run_until(stop: asyncio.Event, work: Coroutine[None, None, None]) -> 
     done, _pending = await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     running.cancel()
-    with suppress(asyncio.CancelledError):
+    try:
         await running
+    except asyncio.CancelledError:
+        pass
+    except BaseExceptionGroup as group:
+        if (dead := group.subgroup(DeclaredDeadError)) is None:
+            raise
+        raise DeclaredDeadError(str(dead.exceptions[0])) from None
     if running in done and not stop.is_set():
         raise ConfigError("the node's loop ended by itself")
 

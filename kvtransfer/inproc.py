@@ -48,8 +48,6 @@ class InprocRoad(Road):
 
     def _receive(self, sender: RoadContext, push: Push, item: PushItem) -> None:
         mine = self._context
-        if sender.me in mine.dead:
-            return
         with self._landing:
             if self._closed:
                 return

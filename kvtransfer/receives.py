@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvtransfer.dead import DeadPeers
 from kvtransfer.errors import TicketError
 from kvtransfer.events import BlocksArrived, EventBox, ReceiveFailed, Withdrawn
 from kvtransfer.ticket import BlockHandle, PeerId, check_handles
@@ -20,12 +21,12 @@ from kvtransfer.ticket import BlockHandle, PeerId, check_handles
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """One block that may be written now, by ``peer`` if the transport knows it. Held by a transport."""
+    """One block that may be written now, by ``peer``. Held by a transport."""
 
     ticket_id: int
     index: int
     block_id: int
-    peer: PeerId | None
+    peer: PeerId
 
 
 @dataclass
@@ -41,9 +42,10 @@ class _Ticket:
 class ReceiveLedger:
     """Owns no memory: blocks belong to the caller of `open` again after `complete` or the event `Withdrawn`."""
 
-    def __init__(self, num_blocks: int, events: EventBox) -> None:
+    def __init__(self, num_blocks: int, events: EventBox, dead: DeadPeers) -> None:
         self._num_blocks = num_blocks
         self._events = events
+        self._dead = dead
         self._lock = threading.Lock()
         self._tickets: dict[int, _Ticket] = {}
         self._blocks_in_use: set[int] = set()
@@ -75,7 +77,8 @@ class ReceiveLedger:
         """On a road whose blocks do not name their sender: ``peer`` has proven that it pushes this ticket."""
         with self._lock:
             ticket = self._tickets.get(ticket_id)
-            if ticket is None or ticket.withdrawing or ticket.sender not in (None, peer):
+            unwanted = ticket is None or ticket.withdrawing or ticket.sender not in (None, peer)
+            if ticket is None or unwanted or peer in self._dead:
                 self.blocks_refused += 1
                 return False
             ticket.introduced.append(peer)
@@ -87,8 +90,10 @@ class ReceiveLedger:
             ticket = self._tickets.get(ticket_id)
             return () if ticket is None else tuple(ticket.introduced)
 
-    def claim(self, ticket_id: int, index: int, generation: int | None, peer: PeerId | None) -> Claim | None:
+    def claim(self, ticket_id: int, index: int, generation: int | None, peer: PeerId) -> Claim | None:
         """Ask to write one block; None (counted) for anything that was not consented to, or not any more.
+
+        Also for a peer that was declared dead: its connections may live a moment longer.
 
         ``generation`` is None on transports that do not carry it.
         """
@@ -99,7 +104,8 @@ class ReceiveLedger:
                 or ticket.withdrawing
                 or not 0 <= index < len(ticket.handles)
                 or (generation is not None and ticket.handles[index].generation != generation)
-                or (ticket.sender is not None and peer is not None and ticket.sender != peer)
+                or ticket.sender not in (None, peer)
+                or peer in self._dead
                 or index in ticket.arrived
                 or index in ticket.claims
             ):

@@ -6,41 +6,19 @@ comes from `SendLedger.take`. It never raises for a peer's fault; it reports it 
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.dead import DeadPeers
 from kvtransfer.events import EventBox
 from kvtransfer.receives import ReceiveLedger
 from kvtransfer.sends import Push, SendLedger
 from kvtransfer.ticket import PeerId
 
 Pool = npt.NDArray[np.uint8]
-
-_REMEMBERED_DEAD: Final = 1024
-
-
-class DeadPeers:
-    """Lives of nodes that were declared dead: they may not come back. Thread-safe, bounded."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._peers: OrderedDict[PeerId, None] = OrderedDict()
-
-    def add(self, peer: PeerId) -> None:
-        with self._lock:
-            self._peers[peer] = None
-            while len(self._peers) > _REMEMBERED_DEAD:
-                self._peers.popitem(last=False)
-
-    def __contains__(self, peer: object) -> bool:
-        with self._lock:
-            return peer in self._peers
 
 
 @dataclass(frozen=True)
@@ -55,7 +33,7 @@ class RoadContext:
     events: EventBox
     receives: ReceiveLedger
     sends: SendLedger
-    dead: DeadPeers = field(default_factory=DeadPeers)
+    dead: DeadPeers
 
     @property
     def block_bytes(self) -> int:

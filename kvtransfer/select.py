@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtransfer.dead import DeadPeers
 from kvtransfer.errors import LayoutError, TransportUnavailableError
 from kvtransfer.events import EventBox
 from kvtransfer.plane import Identity, KVPlane
@@ -70,6 +71,7 @@ def open_plane(
     _check_pool(pool)
     me = Identity(*identity)
     events = EventBox(wakeup)
+    dead = DeadPeers()
     num_blocks = int(pool.shape[0])
     context = RoadContext(
         pool=pool,
@@ -78,8 +80,9 @@ def open_plane(
         secret=secret,
         host=host,
         events=events,
-        receives=ReceiveLedger(num_blocks, events),
+        receives=ReceiveLedger(num_blocks, events, dead),
         sends=SendLedger(num_blocks, events),
+        dead=dead,
     )
     return KVPlane(context, {scheme: _ROADS[scheme] for scheme in schemes})
 

@@ -83,8 +83,8 @@ class Inbound:
 
     def _on_head(self, now: float) -> None:
         self._have = 0
-        if self.proven:
-            self._on_header(wire.parse_header(self._head, self._context.block_bytes), now)
+        if self.peer is not None:
+            self._on_header(self.peer, wire.parse_header(self._head, self._context.block_bytes), now)
         elif self._reply is None:
             self._reply = wire.parse_reply(self._head)
             self._head = bytearray(self._reply.node_id_bytes)
@@ -104,9 +104,9 @@ class Inbound:
         self.peer = peer
         self.deadline = None
 
-    def _on_header(self, header: wire.Header, now: float) -> None:
+    def _on_header(self, peer: PeerId, header: wire.Header, now: float) -> None:
         # A refused block is drained, not an error: a cancelled ticket's last blocks are always on their way.
-        claim = self._context.receives.claim(header.ticket_id, header.index, header.generation, self.peer)
+        claim = self._context.receives.claim(header.ticket_id, header.index, header.generation, peer)
         self._claim = claim
         self._payload = None if claim is None else memoryview(self._context.pool[claim.block_id])
         self._missing = header.length

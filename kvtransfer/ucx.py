@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +37,11 @@ _DEFAULTS: Final = {
     "UCX_RNDV_THRESH": "intra:auto,inter:auto",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
+
+
+# Nothing new is matched while a worker drains, so it ends by itself; the limit is for a flood of strangers.
+_DRAIN_S: Final = 2.0
+_IDLE_ROUNDS: Final = 16
 
 
 class UcxError(KVTransferError):
@@ -217,7 +223,11 @@ class Worker:
 
         ucxx would wait for the requests, which keep their worker alive, so the UCX worker is destroyed below it.
         The Python objects of it must then never be freed (they would call into it), which costs a few kB.
+        Copies under way in this process are finished first: UCX aborts the process on a worker that is busy.
         """
+        idle, until = 0, time.monotonic() + _DRAIN_S
+        while idle < _IDLE_ROUNDS and time.monotonic() < until:
+            idle = 0 if self.raw.progress_once() else idle + 1
         _immortal(self.raw, *(request.raw for request in in_use))
         load().destroy_worker(self.raw.handle)
         os.close(self.fd)

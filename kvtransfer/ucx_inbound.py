@@ -6,25 +6,40 @@ message is received into the pool only while that block of that ticket is open: 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Final
 
 import numpy as np
 
+from kvtransfer.errors import HelloError
 from kvtransfer.events import PeerLost
 from kvtransfer.receives import Claim
 from kvtransfer.road import RoadContext
 from kvtransfer.ticket import INDEX_BITS, PeerId
-from kvtransfer.ucx import Buffer, Context, Message, Request, Worker
-from kvtransfer.ucx_wire import INTRODUCTION_INDEX, MAX_INTRODUCTION_BYTES, read_introduction
+from kvtransfer.ucx import Buffer, Context, Endpoint, Message, Request, UcxError, Worker
+from kvtransfer.ucx_wire import (
+    FAREWELL_TICKET,
+    INTRODUCTION_INDEX,
+    MAX_NOTE_BYTES,
+    farewell,
+    open_address,
+    read_introduction,
+    seal_address,
+)
 
 # A retired worker serves the tickets that know its address for so long at most.
 RETIRED_S: Final = 30.0
+_FAREWELL_S: Final = 0.5
 _INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 
 
 class Intake:
     """Owned by the kv-io thread. Holds the claims of the blocks that are landing through its worker.
+
+    Towards each sender it holds a reply endpoint. UCX finds the sender's own connection for it and makes no
+    new one; a new one at the end could meet a peer that is ending too, and UCX 1.21 over TCP aborts the process
+    when a worker goes away while it is being connected to.
 
     Fence. A claim whose peer died, or whose receive ended with an error, is *doubtful*: UCX may still write the
     block. It is given back only after the worker is destroyed. To hurt nobody else, the road first retires the
@@ -33,11 +48,13 @@ class Intake:
 
     def __init__(self, ucx: Context, context: RoadContext) -> None:
         self.worker = Worker(ucx)
+        self.address = seal_address(context.secret, self.worker.address)
+        self._replies: dict[tuple[PeerId, bytes], Endpoint] = {}
         self.retired = False
         self._context = context
         self._landing: list[tuple[Request, Claim]] = []
         self._dropping: list[Request] = []
-        self._introducing: list[tuple[Request, int, Buffer]] = []
+        self._notes: list[tuple[Request, int, Buffer]] = []
         self._doubtful: list[tuple[Request, Claim]] = []
         self._serving: set[int] = set()
         self._retired_until = 0.0
@@ -76,26 +93,43 @@ class Intake:
         return not self._serving or time.monotonic() >= self._retired_until
 
     def destroy(self, reason: str) -> None:
-        """The fence: destroy the worker, then give back every claim."""
+        """The fence: say farewell, destroy the worker, then give back every claim."""
+        notes = self._say_farewell()
         requests = [request for request, _ in self._landing + self._doubtful]
-        requests += self._dropping + [request for request, _, _ in self._introducing]
+        requests += self._dropping + notes + [request for request, _, _ in self._notes]
         self.worker.destroy(requests)
+        for endpoint in self._replies.values():
+            endpoint.leak()
         claims = [claim for _, claim in self._landing + self._doubtful]
-        self._landing, self._doubtful, self._dropping, self._introducing = [], [], [], []
+        self._landing, self._doubtful, self._dropping, self._notes = [], [], [], []
+        self._replies.clear()
         self._context.receives.abandon(claims, reason)
+
+    def _say_farewell(self) -> list[Request]:
+        """Tell every sender, also one declared dead: it may only have been slow, and would wait for ever."""
+        notes = []
+        for (peer, _), endpoint in self._replies.items():
+            if not endpoint.broken:
+                data = np.frombuffer(farewell(self._context, peer, self.address), np.uint8).copy()
+                with contextlib.suppress(UcxError):
+                    notes.append(endpoint.send(data, FAREWELL_TICKET << INDEX_BITS))
+        until = time.monotonic() + _FAREWELL_S
+        while not all(note.done for note in notes) and time.monotonic() < until:
+            self.worker.progress()
+        return notes
 
     def _decide(self, message: Message) -> None:
         receives = self._context.receives
         ticket_id, index = message.tag >> INDEX_BITS, message.tag & _INDEX_MASK
-        if index == INTRODUCTION_INDEX and message.length <= MAX_INTRODUCTION_BYTES:
+        if index == INTRODUCTION_INDEX and message.length <= MAX_NOTE_BYTES:
             buffer = np.zeros(max(1, message.length), np.uint8)
-            self._introducing.append((self.worker.receive(message, buffer), ticket_id, buffer))
+            self._notes.append((self.worker.receive(message, buffer), ticket_id, buffer))
             # Small, so it is here already, and it must count before the block behind it is looked at.
-            self._reap_introductions()
+            self._reap_notes()
             return
         claim = None
         known = receives.introduced(ticket_id)
-        if known and message.length == self._context.block_bytes and known[-1] not in self._context.dead:
+        if known and message.length == self._context.block_bytes:
             claim = receives.claim(ticket_id, index, None, known[-1])
         else:
             receives.refuse()
@@ -106,7 +140,12 @@ class Intake:
             self._landing.append((request, claim))
 
     def _reap(self) -> None:
-        self._reap_introductions()
+        self._reap_notes()
+        for endpoint in self._replies.values():
+            if endpoint.broken:
+                endpoint.close()
+        if any(endpoint.closed for endpoint in self._replies.values()):
+            self._replies = {key: value for key, value in self._replies.items() if not value.closed}
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:
@@ -119,22 +158,29 @@ class Intake:
                 landed.append(claim)
             else:
                 self._doubt([(request, claim)], error)
-                if claim.peer is not None and claim.peer not in self._context.dead:
+                if claim.peer not in self._context.dead:
                     self._context.events.put(PeerLost(claim.peer.node_id, claim.peer.epoch))
         self._context.receives.landed(landed)
 
-    def _reap_introductions(self) -> None:
+    def _reap_notes(self) -> None:
         waiting = []
-        for request, ticket_id, buffer in self._introducing:
+        for request, ticket_id, buffer in self._notes:
             if not request.done:
                 waiting.append((request, ticket_id, buffer))
             elif request.error() is None:
-                peer = read_introduction(self._context, ticket_id, buffer.tobytes())
-                if peer is None or peer in self._context.dead:
-                    self._context.receives.refuse()
-                else:
-                    self._context.receives.introduce(ticket_id, peer)
-        self._introducing = waiting
+                self._read_note(ticket_id, buffer.tobytes())
+        self._notes = waiting
+
+    def _read_note(self, ticket_id: int, data: bytes) -> None:
+        said = read_introduction(self._context, ticket_id, data)
+        if said is None:
+            self._context.receives.refuse()
+        elif self._context.receives.introduce(ticket_id, said.peer):
+            key = (said.peer, said.reply_to)
+            if said.reply_to and key not in self._replies:
+                with contextlib.suppress(UcxError, HelloError):
+                    address = open_address(self._context.secret, said.reply_to)
+                    self._replies[key] = Endpoint(self.worker, address)
 
     def _doubt(self, pairs: list[tuple[Request, Claim]], reason: str) -> None:
         self._landing = [pair for pair in self._landing if pair not in pairs]

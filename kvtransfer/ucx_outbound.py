@@ -11,15 +11,15 @@ from kvtransfer.events import PeerLost
 from kvtransfer.road import RoadContext
 from kvtransfer.sends import Push, PushItem
 from kvtransfer.ticket import INDEX_BITS
-from kvtransfer.ucx import Endpoint, Request, UcxError, Worker
-from kvtransfer.ucx_wire import INTRODUCTION_INDEX, introduce, open_address
+from kvtransfer.ucx import Buffer, Endpoint, Request, UcxError, Worker
+from kvtransfer.ucx_wire import INTRODUCTION_INDEX, MAX_NOTE_BYTES, introduce, open_address, read_farewell
 
 # Enough to keep the wire full; what is posted cannot be called back, so a cancel waits for this much.
 WINDOW_BYTES: Final = 16 << 20
 
 
 class Link:
-    """Owned by the kv-io thread. After `fail` it lives until its endpoint is closed and nothing is posted."""
+    """Owned by the kv-io thread. After `fail` it lives until it is ``gone``, then its owner calls `give_up`."""
 
     def __init__(self, push: Push, worker: Worker, context: RoadContext) -> None:
         self.peer = push.peer
@@ -39,23 +39,27 @@ class Link:
 
     @property
     def gone(self) -> bool:
-        return self.failed and self._endpoint.closed and not self._posted
+        return self.failed and self._endpoint.closed
 
     def add(self, push: Push) -> None:
         if push not in self._pushes:
             self._pushes.append(push)
 
-    def turn(self) -> None:
-        """Report what was sent, then fill the window."""
+    def turn(self, reply_to: bytes) -> None:
+        """Report what was sent, then fill the window. ``reply_to`` is our own address, for farewells."""
         self._reap()
-        if self._endpoint.broken and not self.failed:
-            self.lose("endpoint broken")
-        if self.failed:
-            return
-        try:
-            self._fill()
-        except UcxError as error:
-            self.lose(str(error))
+        while not self.failed:
+            if self._endpoint.broken:
+                self.lose("endpoint broken")
+                return
+            try:
+                self._fill(reply_to)
+            except UcxError as error:
+                self.lose(str(error))
+                return
+            # A small block is sent at once, and no event of UCX will ever tell.
+            if not self._reap():
+                return
 
     def lose(self, reason: str) -> None:
         """The peer is gone, says UCX."""
@@ -65,7 +69,7 @@ class Link:
         self.fail(f"connection lost: {reason}")
 
     def fail(self, reason: str) -> None:
-        """Close the endpoint and fail every push through it; `PushFailed` waits for what is posted."""
+        """Close the endpoint and fail every push through it; `PushFailed` comes when it is closed."""
         self.failed = True
         self._pushes.clear()
         self._endpoint.close()
@@ -73,25 +77,30 @@ class Link:
             self._context.sends.fail(push, reason)
         self._context.events.wake()
 
-    def requests(self) -> list[Request]:
-        return [request for request, _, _ in self._posted] + self._introducing
+    def give_up(self) -> list[Request]:
+        """Report what is still posted as lost. Returns its requests, which must be kept: UCX holds them.
 
-    def give_up(self) -> None:
-        """The worker is destroyed: nothing is read any more."""
-        self._endpoint.leak()
+        Closing an endpoint does not end a send over shared memory whose receiver is gone or hangs. Such a
+        receiver may still read our block, into a pool that nobody believes any more.
+        """
         posted, self._posted = self._posted, []
         for _, push, item in posted:
             self._context.sends.lost(push, item.index)
+        return [request for request, _, _ in posted] + self._introducing
+
+    def leak(self) -> None:
+        """The worker was destroyed below the endpoint."""
+        self._endpoint.leak()
 
     def _mine(self) -> list[Push]:
         pushes = self._context.sends.pushes_to(self.peer, "ucx")
         return [push for push in pushes if push.address == self.address]
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
         self._introducing = [request for request in self._introducing if not request.done]
         done = [entry for entry in self._posted if entry[0].done]
         if not done:
-            return
+            return False
         self._posted = [entry for entry in self._posted if not entry[0].done]
         for request, push, item in done:
             error = request.error()
@@ -104,8 +113,9 @@ class Link:
         self._introduced = {push for push in self._introduced if not push.over}
         if not self.transports and not self.failed:
             self.transports = self._endpoint.transports()
+        return True
 
-    def _fill(self) -> None:
+    def _fill(self, reply_to: bytes) -> None:
         block_bytes = self._context.block_bytes
         # One block at least, however large.
         while self._pushes and (not self._posted or (len(self._posted) + 1) * block_bytes <= WINDOW_BYTES):
@@ -115,7 +125,7 @@ class Link:
                 continue
             self._pushes.append(push)
             try:
-                self._introduce(push)
+                self._introduce(push, reply_to)
                 tag = (push.ticket_id << INDEX_BITS) | item.index
                 request = self._endpoint.send(self._context.pool[item.block_id], tag)
             except UcxError:
@@ -123,9 +133,38 @@ class Link:
                 raise
             self._posted.append((request, push, item))
 
-    def _introduce(self, push: Push) -> None:
+    def _introduce(self, push: Push, reply_to: bytes) -> None:
         if push not in self._introduced:
-            data = np.frombuffer(introduce(self._context, push.ticket_id, push.peer), np.uint8).copy()
+            data = introduce(self._context, push.ticket_id, push.peer, reply_to)
             tag = (push.ticket_id << INDEX_BITS) | INTRODUCTION_INDEX
-            self._introducing.append(self._endpoint.send(data, tag))
+            self._introducing.append(self._endpoint.send(_buffer(data), tag))
             self._introduced.add(push)
+
+
+class Replies:
+    """What receivers say to our sending worker: farewells, and nothing else."""
+
+    def __init__(self, worker: Worker, context: RoadContext) -> None:
+        self._worker = worker
+        self._context = context
+        self._reading: list[tuple[Request, Buffer]] = []
+
+    def turn(self) -> list[bytes]:
+        """Names of receivers' workers that are gone."""
+        while (message := self._worker.probe()) is not None:
+            # A longer one is not ours: it ends in the buffer it does not fit.
+            buffer = np.zeros(MAX_NOTE_BYTES, np.uint8)
+            self._reading.append((self._worker.receive(message, buffer), buffer[: message.length]))
+        done = [(request, buffer) for request, buffer in self._reading if request.done]
+        if not done:
+            return []
+        self._reading = [(request, buffer) for request, buffer in self._reading if not request.done]
+        notes = [buffer.tobytes() for request, buffer in done if request.error() is None]
+        return [name for note in notes if (name := read_farewell(self._context, note)) is not None]
+
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self._reading]
+
+
+def _buffer(data: bytes) -> Buffer:
+    return np.frombuffer(data, np.uint8).copy()

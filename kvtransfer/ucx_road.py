@@ -18,10 +18,10 @@ from kvtransfer.errors import TransportUnavailableError
 from kvtransfer.road import Road, RoadContext
 from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
-from kvtransfer.ucx import Context, UcxError, Worker
+from kvtransfer.ucx import Context, Request, UcxError, Worker
 from kvtransfer.ucx_inbound import Intake
-from kvtransfer.ucx_outbound import Link
-from kvtransfer.ucx_wire import open_address, seal_address
+from kvtransfer.ucx_outbound import Link, Replies
+from kvtransfer.ucx_wire import open_address, seal_address, worker_name
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,14 @@ class UcxRoad(Road):
         self._sending = Worker(self._ucx)
         self._intake = Intake(self._ucx, context)
         self._retired: list[Intake] = []
-        self._address = seal_address(context.secret, self._intake.worker.address)
+        self._address = self._intake.address
+        self._reply_to = seal_address(context.secret, self._sending.address)
+        self._replies = Replies(self._sending, context)
+        # Names of peers' workers that are gone: a ticket may still lead there.
+        self._gone: deque[bytes] = deque(maxlen=1024)
         self._links: dict[tuple[PeerId, bytes], Link] = {}
         self._failed: list[Link] = []
+        self._orphans: list[Request] = []
         self._transports = ""
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -97,6 +102,8 @@ class UcxRoad(Road):
         while self._commands:
             self._commands.popleft()()
         self._sending.progress()
+        for name in self._replies.turn():
+            self._lose_worker(name)
         for intake in (self._intake, *self._retired):
             intake.turn()
         if self._intake.needs_fence:
@@ -105,22 +112,35 @@ class UcxRoad(Road):
             self._retired.remove(intake)
             self._selector.unregister(intake.worker.fd)
             intake.destroy("its sender is gone")
+        self._turn_links()
+        self._context.events.wake()
+
+    def _turn_links(self) -> None:
         for link in list(self._links.values()):
-            link.turn()
+            link.turn(self._reply_to)
             self._transports = link.transports or self._transports
             if link.failed:
                 del self._links[link.peer, link.address]
                 self._failed.append(link)
         for link in self._failed:
-            link.turn()
+            link.turn(self._reply_to)
+            if link.gone:
+                self._orphans += link.give_up()
         self._failed = [link for link in self._failed if not link.gone]
-        self._context.events.wake()
+        self._orphans = [request for request in self._orphans if not request.done]
+
+    def _lose_worker(self, name: bytes) -> None:
+        self._gone.append(name)
+        for link in self._links.values():
+            if worker_name(link.address) == name:
+                link.fail("the receiver has closed this address")
 
     def _sleep(self) -> None:
         workers = [self._sending, self._intake.worker, *(intake.worker for intake in self._retired)]
         if not all(worker.arm() for worker in workers):
             return
-        timeout = _LOOK_S if self._retired or self._failed or self._stop_at is not None else None
+        waiting = self._retired or self._failed or self._stop_at is not None
+        timeout = _LOOK_S if waiting else None
         for key, _ in self._selector.select(timeout):
             if key.fd == self._wake_read.fileno():
                 with contextlib.suppress(BlockingIOError):
@@ -131,7 +151,7 @@ class UcxRoad(Road):
         self._intake = Intake(self._ucx, self._context)
         self._selector.register(self._intake.worker.fd, selectors.EVENT_READ)
         # The new address first: then only tickets that are open now can name the old one.
-        self._address = seal_address(self._context.secret, self._intake.worker.address)
+        self._address = self._intake.address
         old.retire()
         self._retired.append(old)
         logger.info("a kv receive broke off: new UCX worker, the old one is retired")
@@ -141,6 +161,9 @@ class UcxRoad(Road):
             return
         if push.peer in self._context.dead:
             self._context.sends.fail(push, "the peer was declared dead")
+            return
+        if worker_name(push.address) in self._gone:
+            self._context.sends.fail(push, "the receiver has closed this address")
             return
         link = self._links.get((push.peer, push.address))
         if link is None:
@@ -172,21 +195,23 @@ class UcxRoad(Road):
     def _tear_down(self) -> None:
         with self._lock:
             self._ended = True
+        for intake in (self._intake, *self._retired):
+            intake.destroy("the plane was closed")
         links = [*self._links.values(), *self._failed]
         for link in links:
             link.fail("the plane was closed")
         until = time.monotonic() + _CLOSE_S
-        while any(not link.gone for link in links) and time.monotonic() < until:
+        while not all(link.gone for link in links) and time.monotonic() < until:
             self._sending.progress()
             for link in links:
-                link.turn()
-        self._sending.destroy([request for link in links for request in link.requests()])
+                link.turn(self._reply_to)
         for link in links:
-            link.give_up()
+            self._orphans += link.give_up()
+        self._sending.destroy(self._orphans + self._replies.requests())
+        for link in links:
+            link.leak()
         self._links.clear()
         self._failed.clear()
-        for intake in (self._intake, *self._retired):
-            intake.destroy("the plane was closed")
         self._commands.clear()
         self._selector.close()
         self._wake_read.close()

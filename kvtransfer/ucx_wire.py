@@ -1,7 +1,8 @@
-"""What the UCX road says besides blocks: its address in a hello, and who is pushing a ticket. Pure."""
+"""What the UCX road says besides blocks: its address, who is pushing a ticket, which worker is gone. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -11,40 +12,95 @@ from kvtransfer.proof import prove, proves
 from kvtransfer.road import RoadContext
 from kvtransfer.ticket import INDEX_BITS, PeerId
 
+# No ticket has this number: a message of it is a farewell.
+FAREWELL_TICKET: Final = 0
+
 # Never a block: a ticket holds at most this many.
 INTRODUCTION_INDEX: Final = (1 << INDEX_BITS) - 1
-MAX_INTRODUCTION_BYTES: Final = 2048
+# Small enough to arrive whole with its first packet.
+MAX_NOTE_BYTES: Final = 4096
 _PROOF_BYTES: Final = 32
+_MAX_REPLY_TO_BYTES: Final = 3072
 
 
 class _Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """First message of a push. A block of a ticket nobody introduced himself for is refused."""
+    """First message of a push. A block of a ticket nobody introduced himself for is refused.
+
+    ``reply_to`` is the sender's own sealed address, for a farewell; empty if it is too long.
+    """
 
     node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     epoch: Annotated[int, msgspec.Meta(ge=0)]
+    reply_to: Annotated[bytes, msgspec.Meta(max_length=_MAX_REPLY_TO_BYTES)]
     proof: Annotated[bytes, msgspec.Meta(max_length=_PROOF_BYTES)]
 
 
+class _Farewell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A receiver destroyed the worker of this address: what was posted to it is neither read nor answered.
+
+    Over shared memory UCX notices the death of a process, but not of a worker, and such a send never ends.
+    """
+
+    node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    worker: Annotated[bytes, msgspec.Meta(max_length=_PROOF_BYTES)]
+    proof: Annotated[bytes, msgspec.Meta(max_length=_PROOF_BYTES)]
+
+
+@dataclass(frozen=True)
+class Introduced:
+    """A sender, and the sealed address it can be told at (may be empty)."""
+
+    peer: PeerId
+    reply_to: bytes
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Introduction)
+_introduction_decoder = msgspec.msgpack.Decoder(_Introduction)
+_farewell_decoder = msgspec.msgpack.Decoder(_Farewell)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
-def introduce(context: RoadContext, ticket_id: int, receiver: PeerId) -> bytes:
-    proof = prove(context.secret, *_parts(context, ticket_id, context.me, receiver))
-    return _encoder.encode(_Introduction(context.me.node_id, context.me.epoch, proof))
+def introduce(context: RoadContext, ticket_id: int, receiver: PeerId, reply_to: bytes) -> bytes:
+    me = context.me
+    if len(reply_to) > _MAX_REPLY_TO_BYTES:
+        reply_to = b""
+    proof = prove(context.secret, *_parts(context, b"introduction", ticket_id, me, receiver), reply_to)
+    return _encoder.encode(_Introduction(me.node_id, me.epoch, reply_to, proof))
 
 
-def read_introduction(context: RoadContext, ticket_id: int, data: bytes) -> PeerId | None:
+def read_introduction(context: RoadContext, ticket_id: int, data: bytes) -> Introduced | None:
     """Who pushes this ticket; None for anything but a proven introduction to us."""
     try:
-        said = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        said = _introduction_decoder.decode(data)
+        peer = PeerId(said.node_id, said.epoch)
+        parts = _parts(context, b"introduction", ticket_id, peer, context.me)
+    except _UNREADABLE:
         return None
-    if said.epoch >= 1 << 64:
+    if not proves(said.proof, context.secret, *parts, said.reply_to):
         return None
-    peer = PeerId(said.node_id, said.epoch)
-    parts = _parts(context, ticket_id, peer, context.me)
-    return peer if proves(said.proof, context.secret, *parts) else None
+    return Introduced(peer, said.reply_to)
+
+
+def farewell(context: RoadContext, sender: PeerId, worker: bytes) -> bytes:
+    """Tells ``sender`` that our worker with this sealed address is gone."""
+    me, name = context.me, worker[:_PROOF_BYTES]
+    proof = prove(context.secret, *_parts(context, b"farewell", 0, sender, me), name)
+    return _encoder.encode(_Farewell(me.node_id, me.epoch, name, proof))
+
+
+def read_farewell(context: RoadContext, data: bytes) -> bytes | None:
+    """The name (see `worker_name`) of the worker that is gone; None for anything but a proven farewell to us."""
+    try:
+        said = _farewell_decoder.decode(data)
+        parts = _parts(context, b"farewell", 0, context.me, PeerId(said.node_id, said.epoch))
+    except _UNREADABLE:
+        return None
+    return said.worker if proves(said.proof, context.secret, *parts, said.worker) else None
+
+
+def worker_name(sealed: bytes) -> bytes:
+    return sealed[:_PROOF_BYTES]
 
 
 def seal_address(secret: bytes | None, address: bytes) -> bytes:
@@ -60,9 +116,10 @@ def open_address(secret: bytes | None, sealed: bytes) -> bytes:
     return address
 
 
-def _parts(context: RoadContext, ticket_id: int, sender: PeerId, receiver: PeerId) -> tuple[bytes, ...]:
+def _parts(context: RoadContext, kind: bytes, ticket_id: int, sender: PeerId, receiver: PeerId) -> tuple[bytes, ...]:
     return (
         b"baton-kv-ucx",
+        kind,
         ticket_id.to_bytes(8, "big"),
         sender.node_id.encode(),
         sender.epoch.to_bytes(8, "big"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 from cluster.config import ConfigError
 from cluster.parent import exit_with_parent
 from cluster.telemetry import setup_logging
-from engine.node_config import node_config, node_parser
+from engine.node_config import RESTART, node_config, node_parser
 
 DESCRIPTION = "Computes prompts in chunks and pushes their KV blocks to decode nodes."
 
@@ -26,7 +27,10 @@ def main() -> int:
     # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
     from prefill_node.service import serve
 
-    return asyncio.run(serve(config))
+    status = asyncio.run(serve(config))
+    if status == RESTART:
+        os.execv(sys.executable, [sys.executable, "-m", "prefill_node", *sys.argv[1:]])  # noqa: S606 - no shell, our own command line
+    return status
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ def check_submit(submit: Submit, settings: PrefillSettings) -> BatonError | None
 
 
 def open_ticket(submit: Submit) -> TransferTicket | None:
-    """The transfer part of the ticket, or None if no block is missing. Raises :class:`TransferError`."""
+    """The transfer part of the ticket, or None if no block is missing. Raises :class:`TransferError`.
+
+    It must lead to the very node the ticket names: that one's death ends the push.
+    """
     if not submit.ticket.num_blocks:
         return None
     try:
@@ -49,4 +52,7 @@ def open_ticket(submit: Submit) -> TransferTicket | None:
         raise TransferError("the decode node's ticket cannot be read") from error
     if len(transfer.handles) != submit.ticket.num_blocks:
         raise TransferError("the ticket's handles do not match its size")
+    decode = submit.ticket.decode
+    if (transfer.hello.node_id, transfer.hello.epoch) != (decode.id, decode.epoch):
+        raise TransferError("the ticket leads to another node than the one that granted it")
     return transfer

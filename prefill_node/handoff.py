@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.request import RequestKey, SamplingParams
+from cluster.request import FinishReason, RequestKey, SamplingParams
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, Party, Ticket
+from cluster.wire import Capsule, Party, Submit, Ticket, Token0
 from engine.instructions import Push
 from kvtransfer.ticket import TransferTicket
 
@@ -49,6 +49,8 @@ HANDOFF = TransitionTable(
     },
 )
 
+# States in which the request still needs something from this node, and may fail or be cancelled.
+ACTIVE = (HandoffState.QUEUED, HandoffState.PREFILLING, HandoffState.SENDING)
 # States from which the only way on is to give everything back.
 LEAVING = (HandoffState.ENDED, HandoffState.CANCELLED, HandoffState.FAILED)
 
@@ -81,6 +83,23 @@ class Handoff:
     blocks_sent: int = 0
     askers: list[Party] = field(default_factory=list)
 
+    @classmethod
+    def queued(cls, router: Party, submit: Submit, transfer: TransferTicket | None, now: float) -> Handoff:
+        """A request that has just been submitted; it holds no block yet."""
+        return cls(
+            key=submit.key,
+            router=router,
+            prompt=submit.prompt_token_ids,
+            block_names=submit.block_hashes,
+            sampling=submit.sampling,
+            num_emitted=submit.num_emitted,
+            ticket=submit.ticket,
+            transfer=transfer,
+            deadline_s=now + submit.deadline_s,
+            queued_s=now,
+            life=Life(HANDOFF, now),
+        )
+
     @property
     def owner(self) -> str:
         """The name under which this request owns blocks."""
@@ -90,6 +109,16 @@ class Handoff:
     def state(self) -> HandoffState:
         """Where in its life it is."""
         return self.life.state
+
+    @property
+    def active(self) -> bool:
+        """True until the request is acknowledged or on its way out."""
+        return self.state in ACTIVE
+
+    @property
+    def leaving(self) -> bool:
+        """True while all that is left is to give everything back."""
+        return self.state in LEAVING
 
     @property
     def num_remaining(self) -> int:
@@ -118,6 +147,17 @@ class Handoff:
         self.push_open = True
         self.num_pushed = ready
         return Push(self.transfer, items, (self.block_table[-1], used) if done and used else None)
+
+    def token0(self, token_id: int, finish: FinishReason | None, now: float) -> Token0:
+        """What the router hears when the prompt is computed."""
+        return Token0(
+            key=self.key,
+            token_id=token_id,
+            finish_reason=finish,
+            cached_tokens=self.num_cached,
+            queue_s=self.started_s - self.queued_s,
+            prefill_s=now - self.started_s,
+        )
 
     def capsule(self, token0: int, block_size: int) -> Capsule:
         """All the decode node needs besides the blocks, given that ``token0`` does not end the request."""

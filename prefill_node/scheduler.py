@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from engine.step import SequenceChunk, StepPlan, StepResult
-
-from cluster.errors import BatonError, DeadlineError, EngineError, NodeStateError, TransferError
+from cluster.errors import BatonError, DeadlineError, EngineError, NodeStateError, TransferError, WorkerLostError
 from cluster.request import RequestKey, finish_reason
-from cluster.transitions import Life
 from cluster.wire import (
     Acknowledged,
     Cancel,
@@ -21,7 +18,6 @@ from cluster.wire import (
     Ping,
     Pong,
     Submit,
-    Token0,
 )
 from engine.block_pool import BlockPool
 from engine.instructions import (
@@ -36,10 +32,12 @@ from engine.instructions import (
     TransferProgress,
 )
 from engine.remembered import RouterWatch
+from engine.step import SequenceChunk, StepPlan, StepResult
 from kvtransfer.events import BlocksSent, PushEnded, PushFailed
+from kvtransfer.ticket import TransferTicket
 from prefill_node.admission import PrefillSettings, check_submit, open_ticket
 from prefill_node.chunking import share_budget
-from prefill_node.handoff import HANDOFF, LEAVING, Handoff, HandoffState
+from prefill_node.handoff import Handoff, HandoffState
 from prefill_node.table import HandoffTable
 
 log = logging.getLogger(__name__)
@@ -88,13 +86,14 @@ class PrefillState:
         return StepPlan(tuple(self._chunk(handoff, count) for handoff, count in self._planned))
 
     def tick(self, now: float) -> list[Instruction]:
-        """Fail what is past its deadline; cancel what belongs to a router that fell silent."""
+        """Fail what is past its deadline, and what belongs to a router that fell silent."""
         for handoff in self._table:
-            if now > handoff.deadline_s and not self._leaving(handoff):
+            if now > handoff.deadline_s:
                 self._fail(handoff, DeadlineError("the request's deadline passed on the prefill node"), now)
-        for router in self._routers.take_silent(now):
-            for handoff in [h for h in self._table if h.router == router]:
-                self._cancel(handoff, None, now)
+        silent = self._routers.take_silent(now)
+        for handoff in self._table:
+            if handoff.router in silent:
+                self._fail(handoff, NodeStateError("the router was not heard of for too long"), now)
         return self._take()
 
     def load(self) -> NodeLoad:
@@ -140,7 +139,8 @@ class PrefillState:
                 self._out.append(DropPeer(node_id, epoch))
                 for handoff in self._table:
                     if (handoff.ticket.decode.id, handoff.ticket.decode.epoch) == (node_id, epoch):
-                        self._cancel(handoff, None, now)
+                        error = WorkerLostError("the decode node was lost")
+                        self._fail(handoff, error, now, decode_lost=True)
             case Ping(sequence):
                 self._routers.heard(sender, now)
                 self._out.append(Send(sender, Pong(sequence, self.load())))
@@ -152,32 +152,27 @@ class PrefillState:
         if self._table.get(key) is not None:
             log.warning("%s was submitted twice", key)
             return
-        if self._table.has_ended(key):
-            self._refuse(router, submit, NodeStateError("the request was cancelled before it was submitted"))
+        transfer = self._admissible(submit)
+        if isinstance(transfer, BatonError):
+            self._refuse(router, submit, transfer)
             return
+        handoff = Handoff.queued(router, submit, transfer, now)
+        self._table.add(handoff)
+        log.info("%s queued: %d prompt tokens, %d blocks to send", key, len(handoff.prompt), submit.ticket.num_blocks)
+
+    def _admissible(self, submit: Submit) -> TransferTicket | BatonError | None:
+        """The opened ticket (None if no block is missing), or why this cannot be started."""
+        if self._table.has_ended(submit.key):
+            return NodeStateError("the request is over on the prefill node")
         if (refusal := check_submit(submit, self._settings)) is not None:
-            self._refuse(router, submit, refusal)
-            return
+            return refusal
         try:
             transfer = open_ticket(submit)
         except TransferError as error:
-            self._refuse(router, submit, error)
-            return
-        handoff = Handoff(
-            key=key,
-            router=router,
-            prompt=submit.prompt_token_ids,
-            block_names=submit.block_hashes,
-            sampling=submit.sampling,
-            num_emitted=submit.num_emitted,
-            ticket=submit.ticket,
-            transfer=transfer,
-            deadline_s=now + submit.deadline_s,
-            queued_s=now,
-            life=Life(HANDOFF, now),
-        )
-        self._table.add(handoff)
-        log.info("%s queued: %d prompt tokens, %d blocks to send", key, len(handoff.prompt), submit.ticket.num_blocks)
+            return error
+        if transfer is not None and self._table.of_ticket(transfer.ticket_id) is not None:
+            return TransferError("the ticket is in use by another request")
+        return transfer
 
     def _refuse(self, router: Party, submit: Submit, error: BatonError) -> None:
         self._table.bury(submit.key)
@@ -206,12 +201,10 @@ class PrefillState:
                     handoff.blocks_sent = blocks_sent
                     self._try_release(handoff, now)
             case PushFailed(ticket_id, reason):
+                # A chunk handed over before this report was read has opened the push anew: only PushEnded
+                # says that nothing is read any more.
                 if (handoff := self._table.of_ticket(ticket_id)) is not None:
-                    handoff.push_open = False
-                    if handoff.state is HandoffState.ACKNOWLEDGED or self._leaving(handoff):
-                        self._try_release(handoff, now)
-                    else:
-                        self._fail(handoff, TransferError(f"KV blocks could not be sent: {reason}"), now)
+                    self._fail(handoff, TransferError(f"KV blocks could not be sent: {reason}"), now)
             case _:
                 pass
 
@@ -248,16 +241,20 @@ class PrefillState:
         planned, self._planned = self._planned, []
         for handoff, count in planned:
             handoff.num_scheduled = 0
-            if self._leaving(handoff):
+            if handoff.leaving:
                 self._try_release(handoff, now)
                 continue
-            if (reason := failed.get(handoff.key)) is not None:
+            token0 = sampled.get(handoff.key)
+            reason = failed.get(handoff.key)
+            if reason is None and token0 is None and handoff.num_remaining == count:
+                reason = "the engine gave no token for this request"
+            if reason is not None:
+                self._table.distrust(handoff)
                 self._fail(handoff, EngineError(reason), now)
                 continue
             handoff.num_computed += count
             self._counters["prefill_computed_tokens_total"] += count
             self._table.name_full_blocks(handoff)
-            token0 = sampled.get(handoff.key)
             if token0 is None:
                 self._push_ready(handoff)
             else:
@@ -269,26 +266,11 @@ class PrefillState:
 
     def _hand_over(self, handoff: Handoff, token0: int, now: float) -> None:
         """Token 0 exists: the router gets it at once, the decode node gets the capsule, or the request ends here."""
-        num_generated = handoff.num_emitted + 1
-        finish = finish_reason(handoff.sampling, token0, num_generated)
-        self._out.append(
-            Send(
-                handoff.router,
-                Token0(
-                    key=handoff.key,
-                    token_id=token0,
-                    finish_reason=finish,
-                    cached_tokens=handoff.num_cached,
-                    queue_s=handoff.started_s - handoff.queued_s,
-                    prefill_s=now - handoff.started_s,
-                ),
-            )
-        )
+        finish = finish_reason(handoff.sampling, token0, handoff.num_emitted + 1)
+        self._out.append(Send(handoff.router, handoff.token0(token0, finish, now)))
         if finish is not None:
-            handoff.life.move(HandoffState.ENDED, now)
             self._counters["handoffs_ended_total"] += 1
-            self._stop_push(handoff)
-            self._try_release(handoff, now)
+            self._leave(handoff, HandoffState.ENDED, now)
             return
         self._push_ready(handoff)
         capsule = handoff.capsule(token0, self._settings.block_size)
@@ -297,26 +279,31 @@ class PrefillState:
 
     # --- endings ---
 
-    def _leaving(self, handoff: Handoff) -> bool:
-        return handoff.state in LEAVING
+    def _fail(self, handoff: Handoff, error: BatonError, now: float, *, decode_lost: bool = False) -> None:
+        """End an active request with ``error``; what is not active is only hurried along.
 
-    def _fail(self, handoff: Handoff, error: BatonError, now: float) -> None:
-        log.warning("%s failed: %s", handoff.key, error.message)
-        self._out.append(Send(handoff.router, Failed(handoff.key, error.code, error.message)))
-        if handoff.state is HandoffState.ACKNOWLEDGED:
+        Once Commit is out the decode node speaks for the request, unless it is lost: it may have every block and
+        be streaming already. It hears ``Cancelled`` from here, and fails the request if it cannot go on.
+        """
+        if not handoff.active:
+            self._stop_push(handoff)
             return
-        handoff.life.move(HandoffState.FAILED, now)
+        log.warning("%s failed: %s", handoff.key, error.message)
+        if decode_lost or handoff.state is not HandoffState.SENDING:
+            self._out.append(Send(handoff.router, Failed(handoff.key, error.code, error.message)))
         self._counters["handoffs_failed_total"] += 1
-        self._stop_push(handoff)
-        self._try_release(handoff, now)
+        self._leave(handoff, HandoffState.FAILED, now)
 
     def _cancel(self, handoff: Handoff, asker: Party | None, now: float) -> None:
         if asker is not None:
             handoff.askers.append(asker)
-        if not self._leaving(handoff) and handoff.state is not HandoffState.ACKNOWLEDGED:
-            handoff.life.move(HandoffState.CANCELLED, now)
+        if handoff.active:
             self._counters["handoffs_cancelled_total"] += 1
-            self._stop_push(handoff)
+            self._leave(handoff, HandoffState.CANCELLED, now)
+
+    def _leave(self, handoff: Handoff, end: HandoffState, now: float) -> None:
+        handoff.life.move(end, now)
+        self._stop_push(handoff)
         self._try_release(handoff, now)
 
     def _stop_push(self, handoff: Handoff) -> None:
@@ -328,7 +315,7 @@ class PrefillState:
         """Give everything back once no step writes the blocks and the transport reads none of them."""
         acknowledged = handoff.state is HandoffState.ACKNOWLEDGED
         all_sent = handoff.num_sent >= handoff.ticket.num_blocks or not handoff.push_open
-        if handoff.in_step or not ((acknowledged and all_sent) or (self._leaving(handoff) and not handoff.push_open)):
+        if handoff.in_step or not ((acknowledged and all_sent) or (handoff.leaving and not handoff.push_open)):
             return
         if acknowledged and handoff.push_open and handoff.transfer is not None:
             self._out.append(FinishPush(handoff.transfer.ticket_id))

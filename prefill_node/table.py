@@ -75,6 +75,10 @@ class HandoffTable:
             self.pool.name(handoff.block_table[index], handoff.block_names[index])
         handoff.num_named = max(handoff.num_named, num_full)
 
+    def distrust(self, handoff: Handoff) -> None:
+        """The engine could not go on from these blocks: a retry must compute them anew, not find them."""
+        self.pool.forget_names(handoff.block_table)
+
     def release(self, handoff: Handoff) -> int:
         """Give everything back and forget the request. Returns the number of blocks freed."""
         freed = self.pool.release(handoff.block_table, handoff.owner)

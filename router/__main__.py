@@ -40,8 +40,9 @@ def main() -> int:
     """Run until SIGTERM; exit status 2 for settings that cannot work."""
     args = parser().parse_args()
     exit_with_parent()
-    setup_logging(args.node_id or "router")
     try:
+        setup_logging(args.node_id or "router")
+        _check(args)
         config = RouterConfig(
             cluster=cluster_config(args, "router"),
             model=args.model,
@@ -56,6 +57,19 @@ def main() -> int:
     except (ConfigError, ModelFilesError) as error:
         print(f"router: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it
         return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 <= args.port < 65536:
+        raise ConfigError("--port must be between 0 and 65535")
+    if args.max_waiting < 1:
+        raise ConfigError("--max-waiting must be at least 1")
+    if not 0 < args.max_wait_s < float("inf"):
+        raise ConfigError("--max-wait-s must be positive")
+    if args.max_model_len is not None and args.max_model_len < 1:
+        raise ConfigError("--max-model-len must be at least 1")
 
 
 if __name__ == "__main__":

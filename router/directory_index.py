@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from cluster.directory import FOLLOW_S, DirectoryError, PrefixFollower, PrefixReader
+from cluster.directory import FOLLOW_S, DirectoryAwayError, DirectoryError, PrefixFollower, PrefixReader
 from cluster.wire import Party
 from router.naming import PromptNames
 from router.policy import Candidate
@@ -21,6 +21,7 @@ class DirectoryIndex:
         self._follower = follower
         self._parties = parties
         self._readers: dict[Party, PrefixReader] = {}
+        self._complaints: dict[str, str] = {}
 
     def cached_tokens(self, node: Candidate, names: PromptNames) -> int:
         """Tokens of the longest prefix that the node's cache is known to hold."""
@@ -38,14 +39,25 @@ class DirectoryIndex:
     async def run(self) -> None:
         """Follow the directory until cancelled."""
         while True:
-            parties = set(self._parties())
-            for gone in self._readers.keys() - parties:
-                del self._readers[gone]
-            for party in sorted(parties, key=lambda p: p.id):
-                reader = self._readers.setdefault(party, self._follower.reader(party))
-                try:
-                    await reader.update()
-                except DirectoryError as error:
-                    log.warning("%s: %s", party.id, error)
-                    break
+            await self.update()
             await asyncio.sleep(FOLLOW_S)
+
+    async def update(self) -> None:
+        """Bring every reader up to date. What one node's keys hold never hides another's."""
+        parties = set(self._parties())
+        for gone in self._readers.keys() - parties:
+            del self._readers[gone]
+        complaints: dict[str, str] = {}
+        for party in sorted(parties, key=lambda p: p.id):
+            reader = self._readers.setdefault(party, self._follower.reader(party))
+            try:
+                await reader.update()
+            except DirectoryAwayError as error:
+                complaints["Redis"] = str(error)
+                break
+            except DirectoryError as error:
+                complaints[party.id] = str(error)
+        for about, complaint in complaints.items():
+            if self._complaints.get(about) != complaint:
+                log.warning("%s: %s", about, complaint)
+        self._complaints = complaints

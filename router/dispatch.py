@@ -8,6 +8,7 @@ dispatch until they confirm.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -19,6 +20,7 @@ from itertools import count
 from cluster.errors import (
     BatonError,
     ContextLengthError,
+    DeadlineError,
     NoUsablePairError,
     OverloadedError,
     TransferError,
@@ -37,6 +39,9 @@ from router.queue import Turn, WaitingLine, Wanted
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
+_TIMER_SLACK_S = 0.001
+# Retryable for the client, later; here the time is up or there is nothing to try.
+_FINAL = (OverloadedError, NoUsablePairError, DeadlineError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Dispatcher:
         return self._placer.max_request_tokens()
 
     async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
-        """Serve one request. A failure before its first token is tried once more on what is alive then."""
+        """Serve one request. A lost node before its first token: once more, on what is alive then."""
         job = _Job(generation, self._line.turn())
         failures = 0
         while True:
@@ -80,9 +85,9 @@ class Dispatcher:
             except BatonError as error:
                 failures += 1
                 log.info("%s ended with %s: %s", job.request_id, error.code, error.message)
-                worth_retrying = error.retryable and not isinstance(error, OverloadedError | NoUsablePairError)
-                if emitted or not worth_retrying or failures >= MAX_FAILURES:
+                if emitted or failures >= MAX_FAILURES or not error.retryable or isinstance(error, _FINAL):
                     raise
+                job.turn = self._line.renew(job.turn)
 
     async def _attempt(self, job: _Job) -> AsyncGenerator[TokenDelta, None]:
         booking, mailbox = await self._reserve_somewhere(job)
@@ -94,8 +99,7 @@ class Dispatcher:
                     yield delta
         finally:
             self._switchboard.close(mailbox, cancel=not finished)
-            self._placer.release(booking)
-            self._line.pump()
+            self._give_back(booking)
 
     async def _reserve_somewhere(self, job: _Job) -> tuple[Booking, Mailbox]:
         """Wait in the line until a decode node grants room, and submit the prompt to the prefill node.
@@ -104,10 +108,13 @@ class Dispatcher:
         """
         while True:
             booking = await self._line.wait(job.turn, job.wanted)
+            if not self._placer.is_usable(booking.placement):  # lost since the line chose it
+                self._give_back(booking)
+                continue
             mailbox = self._switchboard.open(job.next_key(), booking.placement)
             cancel, keep = True, False
             try:
-                answer = await self._reserve(mailbox, job)
+                answer = await self._reserve(mailbox, job, booking)
                 if isinstance(answer, Granted):
                     self._submit(answer, job, booking.placement)
                     keep = True
@@ -115,13 +122,21 @@ class Dispatcher:
                 cancel = False  # a refusal leaves nothing behind
                 if answer.retry_after_s is None:
                     raise ContextLengthError(answer.reason)
-                self._placer.refused(booking.placement, answer)
             finally:
                 if not keep:
                     self._switchboard.close(mailbox, cancel=cancel)
-                    self._placer.release(booking)
+                    self._give_back(booking)
 
-    async def _reserve(self, mailbox: Mailbox, job: _Job) -> Granted | Refused:
+    def _pause(self, booking: Booking, refusal: Refused | None) -> None:
+        """Leave the decode node alone for a while; the line goes on then, whether or not anything else happens."""
+        pause_s = self._placer.refused(booking, refusal)
+        asyncio.get_running_loop().call_later(pause_s + _TIMER_SLACK_S, self._line.pump)
+
+    def _give_back(self, booking: Booking) -> None:
+        self._placer.release(booking)
+        self._line.pump()
+
+    async def _reserve(self, mailbox: Mailbox, job: _Job, booking: Booking) -> Granted | Refused:
         placement = mailbox.placement
         seed, names = job.wanted.names.of(placement.fingerprint, placement.block_size)
         self._switchboard.send(
@@ -136,10 +151,22 @@ class Dispatcher:
                 deadline_s=self._settings.token0_timeout_s,
             ),
         )
-        message = await mailbox.next(self._settings.reserve_timeout_s, "the decode node did not answer")
-        if isinstance(message, Granted | Refused):
-            return message
-        raise _failure(message)
+        try:
+            message = await mailbox.next(self._settings.reserve_timeout_s, "the decode node did not answer")
+        except DeadlineError as error:
+            self._pause(booking, None)
+            raise WorkerLostError(error.message) from error
+        match message:
+            case Granted():
+                self._placer.granted(booking)
+                self._line.pump()
+                return message
+            case Refused(_key, _reason, retry_after_s):
+                if retry_after_s is not None:
+                    self._pause(booking, message)
+                return message
+            case _:
+                raise _failure(message)
 
     def _submit(self, granted: Granted, job: _Job, placement: Placement) -> None:
         _seed, names = job.wanted.names.of(placement.fingerprint, placement.block_size)
@@ -174,8 +201,8 @@ class Dispatcher:
                         return
                 case TokenItem():
                     early.append(message)
-                case NodeLost(party) if party == booking.placement.prefill and next_index > 1:
-                    continue  # its part is done
+                case NodeLost(party) if next_index and party == booking.placement.prefill:
+                    continue  # the decode node knows whether it has all it needs, and says so if not
                 case _:
                     raise _failure(message)
             while next_index and early:

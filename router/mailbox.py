@@ -30,10 +30,14 @@ Mail = Granted | Refused | Token0 | TokenItem | Failed | NodeLost
 
 @dataclass(slots=True)
 class Mailbox:
-    """What the nodes say about one dispatch. Bounded by ``max_tokens``: nodes send nothing unasked."""
+    """What the nodes say about one dispatch. Bounded by ``max_tokens``: nodes send nothing unasked.
+
+    ``dead`` are those of its nodes that will never confirm anything.
+    """
 
     key: RequestKey
     placement: Placement
+    dead: set[Party] = field(default_factory=set)
     _mail: asyncio.Queue[Mail] = field(default_factory=asyncio.Queue)
 
     def put(self, mail: Mail) -> None:
@@ -76,8 +80,9 @@ class Switchboard:
         del self._open[mailbox.key]
         if cancel:
             placement = mailbox.placement
-            self._ending[mailbox.key] = _Ending({placement.prefill, placement.decode})
-            self._send_cancels(mailbox.key)
+            if waiting_for := {placement.prefill, placement.decode} - mailbox.dead:
+                self._ending[mailbox.key] = _Ending(waiting_for)
+                self._send_cancels(mailbox.key)
 
     def send(self, party: Party, message: Message) -> None:
         """Send, or raise :class:`WorkerLostError` if the node takes no more messages."""
@@ -108,6 +113,9 @@ class Switchboard:
 
     def dead(self, party: Party) -> None:
         """That life of that node is over: its confirmation will never come."""
+        for mailbox in self._open.values():
+            if party in (mailbox.placement.prefill, mailbox.placement.decode):
+                mailbox.dead.add(party)
         for key in list(self._ending):
             self._confirmed(key, party)
 
@@ -118,14 +126,20 @@ class Switchboard:
             for key in list(self._ending):
                 self._send_cancels(key)
 
-    def _put(self, key: RequestKey, sender: Party, mail: Mail) -> None:
+    def _put(self, key: RequestKey, sender: Party, mail: Granted | Refused | Token0 | TokenItem | Failed) -> None:
         mailbox = self._open.get(key)
         if mailbox is None:
-            return  # an earlier attempt; its nodes are being told
-        if sender not in (mailbox.placement.prefill, mailbox.placement.decode):
-            log.warning("%s: a message from %s, which has no part in it", key, sender.id)
-            return
-        mailbox.put(mail)
+            self._put_late(key, sender, mail)
+        elif sender not in _may_send(mail, mailbox.placement):
+            log.warning("%s: %s from %s, whose part it is not", key, type(mail).__name__, sender.id)
+        else:
+            mailbox.put(mail)
+
+    def _put_late(self, key: RequestKey, sender: Party, mail: object) -> None:
+        """A message for a dispatch that is over here. If its node has not been told, it works for nobody."""
+        goes_on = isinstance(mail, Granted) or (isinstance(mail, TokenItem) and mail.finish_reason is None)
+        if goes_on and key not in self._ending:
+            self._send_cancel(key, sender)
 
     def _confirmed(self, key: RequestKey, sender: Party) -> None:
         ending = self._ending.get(key)
@@ -140,9 +154,24 @@ class Switchboard:
         ending.sends += 1
         if ending.sends > MAX_RESENDS:
             del self._ending[key]
+            names = ", ".join(sorted(party.id for party in ending.waiting_for))
+            log.error("%s: gave up waiting for the end on %s", key, names)
             return
         for party in ending.waiting_for:
-            try:
-                self._channel.send(party, Cancel(key))
-            except ChannelError as error:
-                log.warning("%s: cannot cancel on %s: %s", key, party.id, error)
+            self._send_cancel(key, party)
+
+    def _send_cancel(self, key: RequestKey, party: Party) -> None:
+        try:
+            self._channel.send(party, Cancel(key))
+        except ChannelError as error:
+            log.warning("%s: cannot cancel on %s: %s", key, party.id, error)
+
+
+def _may_send(mail: Granted | Refused | Token0 | TokenItem | Failed, placement: Placement) -> tuple[Party, ...]:
+    match mail:
+        case Token0():
+            return (placement.prefill,)
+        case Failed():
+            return (placement.prefill, placement.decode)
+        case _:
+            return (placement.decode,)

@@ -11,12 +11,13 @@ class PromptNames:
     def __init__(self, token_ids: tuple[int, ...], cache_salt: str) -> None:
         self.token_ids = token_ids
         self._cache_salt = cache_salt
-        self._by_layout: dict[str, tuple[bytes, tuple[bytes, ...]]] = {}
+        self._by_layout: dict[tuple[str, int], tuple[bytes, tuple[bytes, ...]]] = {}
 
     def of(self, fingerprint: str, block_size: int) -> tuple[bytes, tuple[bytes, ...]]:
         """(seed, names of the full blocks) under that layout."""
-        known = self._by_layout.get(fingerprint)
+        layout = (fingerprint, block_size)
+        known = self._by_layout.get(layout)
         if known is None:
             seed = seed_hash(fingerprint, self._cache_salt)
-            known = self._by_layout[fingerprint] = (seed, block_hashes(seed, self.token_ids, block_size))
+            known = self._by_layout[layout] = (seed, block_hashes(seed, self.token_ids, block_size))
         return known

@@ -11,6 +11,11 @@ from router.policy import Booking, Busy, Candidate, Demand, NoPair, Placement, p
 from router.queue import Wanted
 from router.registry import Node, NodeRegistry
 
+# A decode node's wish is kept within these: below, asking would spin; above, room would go unused.
+MIN_RETRY_S = 0.05
+MAX_RETRY_S = 5.0
+UNANSWERED_RETRY_S = 1.0
+
 
 class Placer:
     """Between load reports (a few a second) the router counts its own placements, so that a burst is spread."""
@@ -29,13 +34,35 @@ class Placer:
             for candidate in [*prefills, *decodes]
         }
         outcome = place(wanted.demand, prefills, decodes, cached)
-        return self._book(outcome, wanted.demand) if isinstance(outcome, Placement) else outcome
+        if isinstance(outcome, Placement):
+            return self._book(outcome, wanted.demand)
+        if isinstance(outcome, NoPair) and self._registry.is_one_joining(now):
+            return Busy("a node is just joining")  # a restarted node, most likely: not worth an error
+        return outcome
 
-    def refused(self, placement: Placement, refusal: Refused) -> None:
-        """The decode node has no room: do not ask it again before it thinks it has."""
-        node = self._registry.get(placement.decode)
-        if node is not None and refusal.retry_after_s is not None:
-            node.refused_until_s = time.monotonic() + refusal.retry_after_s
+    def is_usable(self, placement: Placement) -> bool:
+        """Whether both nodes are still believed alive."""
+        found = (self._registry.get(placement.prefill), self._registry.get(placement.decode))
+        return all(node is not None and node.usable for node in found)
+
+    def granted(self, booking: Booking) -> None:
+        """The decode node had room: others may ask it again."""
+        if (decode := self._registry.get(booking.placement.decode)) is not None:
+            decode.refused_until_s = 0.0
+        booking.is_granted = True
+        self._end_probe(booking)
+
+    def refused(self, booking: Booking, refusal: Refused | None) -> float:
+        """The decode node has no room, or (None) did not answer: do not ask it again before it thinks it has.
+
+        Returns the seconds until then.
+        """
+        wish = UNANSWERED_RETRY_S if refusal is None else refusal.retry_after_s or 0.0
+        pause_s = min(max(wish, MIN_RETRY_S), MAX_RETRY_S)
+        if (decode := self._registry.get(booking.placement.decode)) is not None:
+            decode.refused_until_s = time.monotonic() + pause_s
+        self._end_probe(booking)
+        return pause_s
 
     def prefilled(self, booking: Booking) -> None:
         """Token 0 came: the prompt no longer waits on the prefill node."""
@@ -49,8 +76,11 @@ class Placer:
             return
         booking.open = False
         self.prefilled(booking)
+        self._end_probe(booking)
         if (decode := self._registry.get(booking.placement.decode)) is not None:
             decode.own_requests -= 1
+            if booking.is_granted and decode.refused_until_s:
+                decode.refused_until_s = min(decode.refused_until_s, time.monotonic())  # there may be room now
 
     def readiness(self) -> Readiness:
         """Whether a pair that may work together is alive."""
@@ -73,11 +103,18 @@ class Placer:
         return min(known) if len(known) == len(sizes) else None
 
     def _book(self, placement: Placement, demand: Demand) -> Booking:
+        booking = Booking(placement, demand.prompt_len)
         if (prefill := self._registry.get(placement.prefill)) is not None:
             prefill.own_tokens += demand.prompt_len
         if (decode := self._registry.get(placement.decode)) is not None:
             decode.own_requests += 1
-        return Booking(placement, demand.prompt_len)
+            booking.is_probe = decode.probing = decode.refused_until_s > 0
+        return booking
+
+    def _end_probe(self, booking: Booking) -> None:
+        if booking.is_probe and (decode := self._registry.get(booking.placement.decode)) is not None:
+            decode.probing = False
+        booking.is_probe = False
 
 
 def _candidate(node: Node, now: float) -> Candidate:
@@ -86,11 +123,12 @@ def _candidate(node: Node, now: float) -> Candidate:
         party=node.party,
         fingerprint=node.record.fingerprint,
         block_size=node.record.block_size,
+        capacity_tokens=_capacity(node),
         waiting_tokens=max(load.waiting_tokens, node.own_tokens),
         num_requests=max(load.num_running + load.num_waiting, node.own_requests),
         free_blocks=load.free_blocks,
         total_blocks=node.record.num_blocks,
-        refusing=now < node.refused_until_s,
+        refusing=node.probing or now < node.refused_until_s,
     )
 
 

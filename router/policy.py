@@ -16,11 +16,14 @@ MAX_WAITING_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` those it holds."""
+    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` those it holds;
+    ``capacity_tokens`` is the longest request it can ever hold.
+    """
 
     party: Party
     fingerprint: str
     block_size: int
+    capacity_tokens: int
     waiting_tokens: int = 0
     num_requests: int = 0
     free_blocks: int = 0
@@ -48,10 +51,16 @@ class Placement:
 
 @dataclass(slots=True)
 class Booking:
-    """A placement with what this router has put down to its nodes' accounts; given back exactly once."""
+    """A placement with what this router has put down to its nodes' accounts; given back exactly once.
+
+    ``is_probe`` marks the one request that may ask a decode node again after it refused: until the answer is here
+    nobody overtakes it there. ``is_granted`` once the decode node holds it.
+    """
 
     placement: Placement
     prompt_tokens: int
+    is_probe: bool = False
+    is_granted: bool = False
     open: bool = True
 
 
@@ -64,7 +73,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class NoPair:
-    """No prefill node and decode node that may work together are alive."""
+    """No prefill node and decode node that may work together and could ever hold the request are alive."""
 
     reason: str
 
@@ -82,8 +91,14 @@ def place(
     shared = {c.fingerprint for c in prefills} & {c.fingerprint for c in decodes}
     if not shared:
         return NoPair("prefill and decode nodes serve different models, dtypes or block sizes")
-    open_prefills = [c for c in prefills if c.fingerprint in shared and _takes_prompt(c)]
-    open_decodes = [c for c in decodes if c.fingerprint in shared and _takes_request(c, demand)]
+    # Only sizes that can never fit are filtered here; whether there is room now is the decode node's own answer.
+    prefills = [c for c in prefills if demand.prompt_len <= c.capacity_tokens]
+    decodes = [c for c in decodes if demand.total_len <= c.capacity_tokens]
+    shared = {c.fingerprint for c in prefills} & {c.fingerprint for c in decodes}
+    if not shared:
+        return NoPair("no nodes are alive that could hold a request of this length")
+    open_prefills = [c for c in prefills if c.fingerprint in shared and c.waiting_tokens < MAX_WAITING_TOKENS]
+    open_decodes = [c for c in decodes if c.fingerprint in shared and not c.refusing]
     best: tuple[float, str, str, Candidate, Candidate] | None = None
     for decode in open_decodes:
         for prefill in open_prefills:
@@ -94,18 +109,9 @@ def place(
             if best is None or entry[:3] < best[:3]:
                 best = entry
     if best is None:
-        return Busy("every prefill node's queue is full" if open_decodes else "every decode node is full")
+        return Busy("every decode node is full" if not open_decodes else "every prefill node's queue is full")
     prefill, decode = best[3], best[4]
     return Placement(prefill.party, decode.party, decode.fingerprint, decode.block_size)
-
-
-def _takes_prompt(node: Candidate) -> bool:
-    return node.waiting_tokens < MAX_WAITING_TOKENS
-
-
-def _takes_request(node: Candidate, demand: Demand) -> bool:
-    # Only sizes that can never fit are filtered here; whether there is room now is the node's own answer.
-    return not node.refusing and demand.total_len <= node.total_blocks * node.block_size
 
 
 def _prefill_score(node: Candidate, demand: Demand, cached: Mapping[str, int]) -> float:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,11 +26,17 @@ PING_S = 0.25
 SUSPECT_AFTER_S = 1.5
 DEAD_AFTER_S = 10.0
 READ_S = 0.5
+ABSENT_S = 1.0
+# Lives that are over, remembered longer than any record of theirs can lie in Redis.
+MAX_DEAD = 10_000
 
 
 @dataclass(slots=True)
 class Node:
-    """A node as this router sees it. ``own_tokens`` and ``own_requests`` are what it has there itself."""
+    """A node as this router sees it. ``own_tokens`` and ``own_requests`` are what it has there itself.
+
+    ``refused_until_s`` is 0 if the last answer to a Reserve was a grant; ``probing`` while one request asks again.
+    """
 
     record: NodeRecord
     load: NodeLoad
@@ -38,6 +46,7 @@ class Node:
     own_requests: int = 0
     own_tokens: int = 0
     refused_until_s: float = 0.0
+    probing: bool = False
 
     @property
     def party(self) -> Party:
@@ -69,7 +78,9 @@ class NodeRegistry:
         self._on_dead = on_dead
         self._on_change = on_change
         self._nodes: dict[str, Node] = {}
-        self._dead_epochs: dict[str, int] = {}
+        self._dead: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._checked_s: float | None = None
+        self._redis_is_away = False
         self._sequence = 0
 
     def nodes(self, role: Role) -> list[Node]:
@@ -80,11 +91,15 @@ class NodeRegistry:
     def get(self, party: Party) -> Node | None:
         """That life of that node, usable or not."""
         node = self._nodes.get(party.id)
-        return node if node is not None and node.party.epoch == party.epoch else None
+        return node if node is not None and node.party == party else None
 
     def all_nodes(self) -> list[Node]:
         """Every node known, for metrics."""
         return list(self._nodes.values())
+
+    def is_one_joining(self, now: float) -> bool:
+        """Whether a node has just appeared and may answer any moment."""
+        return any(not node.answered and now - node.heard_s < SUSPECT_AFTER_S for node in self._nodes.values())
 
     async def run(self) -> None:
         """Follow Redis and ping the nodes until cancelled."""
@@ -107,21 +122,28 @@ class NodeRegistry:
     def take_records(self, records: Iterable[NodeRecord], now: float) -> None:
         """Bring the table up to date with what Redis lists. A node that Redis forgot stays while it answers."""
         for record in records:
-            known = self._nodes.get(record.party.id)
-            if known is not None and known.party == record.party:
-                continue
-            if self._dead_epochs.get(record.party.id) == record.party.epoch:
+            party = record.party
+            known = self._nodes.get(party.id)
+            if known is not None and known.party.epoch == party.epoch:
+                continue  # a life keeps the address and the facts it came with
+            if (party.id, party.epoch) in self._dead:
                 continue
             if known is not None:
                 self._declare_dead(known, "another life took its place")
-            self._nodes[record.party.id] = Node(record, NodeLoad(), heard_s=now)
-            log.info("%s node %s joined", record.role, record.party.id)
+            self._nodes[party.id] = Node(record, NodeLoad(), heard_s=now)
+            log.info("%s node %s joined", record.role, party.id)
 
     def check_silence(self, now: float) -> None:
-        """Suspect, then bury, the nodes that do not answer."""
+        """Suspect, then bury, the nodes that do not answer. Called after each ping."""
+        self._forgive_own_absence(now)
         for node in list(self._nodes.values()):
             silent_s = now - node.heard_s
-            if silent_s > DEAD_AFTER_S:
+            if silent_s > DEAD_AFTER_S and not node.answered:
+                # It never served anybody here, and others may well reach it: no reason to end its life.
+                log.warning("%s node %s cannot be reached", node.record.role, node.party.id)
+                del self._nodes[node.party.id]
+                self._channel.forget(node.party)
+            elif silent_s > DEAD_AFTER_S:
                 self._declare_dead(node, f"silent for {silent_s:.1f} s")
             elif silent_s > SUSPECT_AFTER_S and node.answered and not node.suspect:
                 node.suspect = True
@@ -129,14 +151,27 @@ class NodeRegistry:
                 self._on_lost(node.party)
                 self._on_change()
 
+    def _forgive_own_absence(self, now: float) -> None:
+        """If this process did not run (stopped, swapped out), the silence of that time was its own."""
+        late_s = 0.0 if self._checked_s is None else now - self._checked_s - PING_S
+        self._checked_s = now
+        if late_s > ABSENT_S:
+            for node in self._nodes.values():
+                node.heard_s = min(now, node.heard_s + late_s)
+
     async def _follow_redis(self) -> None:
         while True:
             try:
                 records = await self._membership.read()
                 self.take_records(records.values(), time.monotonic())
+                if self._redis_is_away:
+                    log.info("Redis is back")
+                self._redis_is_away = False
             except MembershipError as error:
-                log.warning("%s; going on with %d known nodes", error, len(self._nodes))
-            await asyncio.sleep(READ_S)
+                if not self._redis_is_away:
+                    log.warning("%s; going on with %d known nodes", error, len(self._nodes))
+                self._redis_is_away = True
+            await asyncio.sleep(READ_S * random.uniform(0.75, 1.25))
 
     async def _ping(self) -> None:
         while True:
@@ -149,7 +184,9 @@ class NodeRegistry:
         party = node.party
         log.warning("%s node %s is dead: %s", node.record.role, party.id, why)
         del self._nodes[party.id]
-        self._dead_epochs[party.id] = party.epoch
+        self._dead[(party.id, party.epoch)] = None
+        if len(self._dead) > MAX_DEAD:
+            self._dead.popitem(last=False)
         if not node.suspect:
             self._on_lost(party)
         self._on_dead(party)
@@ -163,4 +200,4 @@ class NodeRegistry:
             try:
                 self._channel.send(party, message)
             except ChannelError as error:
-                log.warning("cannot reach %s: %s", party.id, error)
+                log.debug("cannot reach %s: %s", party.id, error)  # its silence is what counts

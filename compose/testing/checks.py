@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from testing.shell import printed
-from testing.stack import MODEL, NODE_IMAGE, NODES_OF_A_KIND, ROUTER_IMAGE, Stack, start
+from testing.stack import MODEL, NODE_IMAGE, NODES_OF_A_KIND, PROJECT, ROUTER_IMAGE, Stack, start
 
 Check = Callable[[Stack], None]
 
@@ -62,7 +63,7 @@ def chat_completion(stack: Stack) -> None:
     _check_usage(answer, at_most=24)
 
 
-def completion_is_the_same_through_any_pair(stack: Stack) -> None:
+def completion_is_repeatable(stack: Stack) -> None:
     body = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
     answers = [_post(stack, "/v1/completions", body) for _ in range(2 * NODES_OF_A_KIND**2)]
     texts = {answer["choices"][0]["text"] for answer in answers}
@@ -70,6 +71,14 @@ def completion_is_the_same_through_any_pair(stack: Stack) -> None:
     expect(bool(texts.pop().strip()), "an empty completion")
     for answer in answers:
         _check_usage(answer, at_most=12)
+
+
+def every_node_works_and_kv_crosses_over_ucx(stack: Stack) -> None:
+    bodies = [{"model": MODEL, "prompt": f"{n} times one is", "max_tokens": 8, "temperature": 0} for n in range(16)]
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        for answer in clients.map(lambda body: _post(stack, "/v1/completions", body), bodies):
+            _check_usage(answer, at_most=8)
+    eventually(lambda: _check_all_worked(stack), within_s=15)
 
 
 def streams(stack: Stack) -> None:
@@ -109,14 +118,11 @@ def only_the_router_is_published(stack: Stack) -> None:
         expect(published == wanted, f"{service} publishes {published}")
 
 
-def nodes_show_metrics_inside_only(stack: Stack) -> None:
-    code = "from urllib.request import urlopen; print(urlopen('http://127.0.0.1:9000/metrics', timeout=5).read()[:200])"
-    for kind in _NODE_KINDS:
-        container = stack.containers(kind)[0]
-        stack.docker("exec", container["Id"], "python", "-c", code)
-        expect(set(container["NetworkSettings"]["Networks"]) == {"baton-test_plane"}, f"{kind} is on another network")
-    reached = stack.request("GET", "/metrics")
-    expect(reached.status_code == 200, f"the router's own metrics: {reached.status_code}")
+def nodes_are_on_the_inner_network_only(stack: Stack) -> None:
+    for container in stack.containers():
+        service = container["Config"]["Labels"]["com.docker.compose.service"]
+        names = {name.removeprefix(f"{PROJECT}_") for name in container["NetworkSettings"]["Networks"]}
+        expect(names == ({"plane", "front"} if service == "router" else {"plane"}), f"{service} is on {names}")
 
 
 def redis_keeps_nothing_and_asks_for_the_password(stack: Stack) -> None:
@@ -143,7 +149,7 @@ def serves_on_after_losing_a_pair(stack: Stack) -> None:
     for kind in _NODE_KINDS:
         stack.docker("rm", "-f", stack.containers(kind)[-1]["Id"])
     # A request sent before the router notices may fail; afterwards none may.
-    eventually(lambda: completion_is_the_same_through_any_pair(stack), within_s=10)
+    eventually(lambda: completion_is_repeatable(stack), within_s=10)
 
 
 def everything_stops_when_told(stack: Stack) -> None:
@@ -169,6 +175,29 @@ def _check_health(stack: Stack) -> None:
     for container in stack.containers():
         health = container["State"]["Health"]["Status"]
         expect(health == "healthy", f"{container['Name']} is {health}")
+
+
+def _check_all_worked(stack: Stack) -> None:
+    nodes = {kind: [_metrics(stack, container) for container in stack.containers(kind)] for kind in _NODE_KINDS}
+    for kind, name in (("prefill", "prefill_computed_tokens_total"), ("decode", "decode_computed_tokens_total")):
+        computed = [node[f"baton_{name}"] for node in nodes[kind]]
+        expect(all(computed), f"tokens computed by the {kind} nodes: {computed}")
+    sent = sum(node["baton_kv_bytes_sent_total"] for node in nodes["prefill"])
+    received = sum(node["baton_kv_bytes_received_total"] for node in nodes["decode"])
+    expect(sent == received > 0, f"{sent:.0f} KV bytes sent, {received:.0f} received")
+    for node in nodes["prefill"]:
+        used = [name for name in node if name.startswith("baton_kv_transport_info") and 'scheme="ucx"' in name]
+        expect(len(used) == 1 and 'transport="tcp"' in used[0], f"KV transport: {used}")
+    for node in (*nodes["prefill"], *nodes["decode"]):
+        held = {name: value for name, value in node.items() if name.startswith("baton_kv_blocks{")}
+        expect(held['baton_kv_blocks{state="owned"}'] == 0, f"blocks after the last request: {held}")
+
+
+def _metrics(stack: Stack, container: dict[str, Any]) -> dict[str, float]:
+    code = "from urllib.request import urlopen as u; print(u('http://127.0.0.1:9000/metrics').read().decode())"
+    lines = stack.docker("exec", container["Id"], "python", "-c", code).stdout.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
 
 
 def _python(stack: Stack, image: str, code: str) -> Any:
@@ -199,11 +228,12 @@ CHECKS: Final[tuple[Check, ...]] = (
     refuses_to_start_without_settings,
     serves_with_two_nodes_of_each_kind,
     chat_completion,
-    completion_is_the_same_through_any_pair,
+    completion_is_repeatable,
+    every_node_works_and_kv_crosses_over_ucx,
     streams,
     nodes_advertise_addresses_of_their_own,
     only_the_router_is_published,
-    nodes_show_metrics_inside_only,
+    nodes_are_on_the_inner_network_only,
     redis_keeps_nothing_and_asks_for_the_password,
     all_are_healthy_and_none_restarted,
     serves_on_after_losing_a_pair,

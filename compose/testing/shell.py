@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ class StepError(Exception):
 
 def say(text: str) -> None:
     """One line of progress, at once even into a pipe."""
-    print(text, flush=True)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def run(
     Raises :class:`StepError` when the deadline passes and, with ``check``, when the command fails.
     """
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - our own commands
             command,
             cwd=REPOSITORY,
             env={**os.environ, **(env or {})},

@@ -22,6 +22,7 @@ from testing.base_image import BaseImages
 from testing.engine import Engine
 from testing.shell import StepError, run, say, timed
 
+PROJECT: Final = "baton-test"
 ROUTER_IMAGE: Final = "baton-test-router"
 NODE_IMAGE: Final = "baton-test-node"
 MODEL: Final = "smollm2-135m"
@@ -90,7 +91,7 @@ def stack(engine: Engine, images: BaseImages) -> Iterator[Stack]:
             **images.settings,
         }
         # A user's compose/.env must not decide what we test.
-        options = ("--env-file", no_env_file.name, "-p", "baton-test", "-f", _FILE)
+        options = ("--env-file", no_env_file.name, "-p", PROJECT, "-f", _FILE)
         services = Stack(engine=engine, settings=settings, command=(*engine.compose, *options))
         services.compose("down", "-v", "--remove-orphans", timeout_s=120)
         with timed("build images"):
@@ -121,6 +122,9 @@ def _wait_ready(services: Stack, deadline: float) -> None:
             last = f"{answer.status_code} {answer.text[:500]}"
         except httpx.HTTPError as error:
             last = str(error) or type(error).__name__
+        ended = [one["Name"] for one in services.containers() if one["RestartCount"] or not one["State"]["Running"]]
+        if ended:
+            raise StepError(f"ended by themselves: {', '.join(ended)}")
         time.sleep(0.5)
     raise StepError(f"the router was not ready after {_READY_S} s: {last}")
 

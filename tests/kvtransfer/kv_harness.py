@@ -16,7 +16,7 @@ from kvtransfer.events import BlocksArrived, BlocksSent, Event
 from kvtransfer.select import open_plane
 from kvtransfer.ticket import BlockHandle, TransferTicket, decode_ticket, encode_ticket, new_ticket_id
 
-DEADLINE_S = 12.0
+DEADLINE_S = 20.0
 FINGERPRINT = "layout-a"
 SECRET = b"shared by all nodes"
 

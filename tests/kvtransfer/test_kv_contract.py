@@ -326,3 +326,15 @@ def test_abort_ends_everything_with_an_event(nodes, scheme):
     p.plane.abort()
     p.wait_kind(PushFailed, out.ticket_id)
     p.wait_event(Withdrawn(into.ticket_id))
+
+
+def test_a_receiver_closed_below_posted_blocks_fails_the_push(nodes, scheme):
+    """UCX over shared memory does not notice that a worker is gone while its process lives."""
+    p, d = pair(nodes, scheme, num_blocks=64, block_bytes=1 << 20)
+    ticket = d.grant(range(64))
+    p.plane.push(ticket, [(index, index) for index in range(32)])
+    d.wait_for(lambda: d.arrived(ticket.ticket_id))
+    d.plane.abort()
+    p.plane.push(ticket, [(index, index) for index in range(32, 64)])
+    p.wait_for(lambda: p.plane.stats().open_pushes == 0)
+    p.wait_kind(PushFailed, ticket.ticket_id)

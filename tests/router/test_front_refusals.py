@@ -96,6 +96,7 @@ _SHARED += [("stream_options", v) for v in ('{"include_usage": true}', "5", '{"i
 _SHARED += [("model", v) for v in ("5", "[]", "{}")]
 _SHARED += [("ignore_eos", "1"), ("return_token_ids", '"xyzzy"'), ("cache_salt", '"' + "x" * 257 + '"')]
 _SHARED += [("min_tokens", "1"), ("echo", "true"), ("top_k", "5"), ("min_p", "0.1"), ("logit_bias", '{"5": 1}')]
+_SHARED += [("min_tokens", "false"), ("echo", "0"), ("top_k", "false")]
 _SHARED += [("repetition_penalty", "1.1"), ("frequency_penalty", "-0.5"), ("presence_penalty", '"xyzzy"')]
 _SHARED += [("prompt_logprobs", "0"), ("guided_json", '{"xyzzy": 1}'), ("skip_special_tokens", "false")]
 _SHARED += [("response_format", v) for v in ('{"type": "json_object"}', '{"type": "xyzzy"}', '"text"', "[]")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,6 +90,12 @@ def test_a_conversation_as_templates_read_it() -> None:
 def test_the_last_of_two_equal_keys_counts() -> None:
     body = b'{"prompt": "a", "max_tokens": 5, "echo": true, "max_tokens": 7, "echo": false}'
     assert decode_completion(body).max_tokens == 7
+
+
+def test_only_known_forms_of_the_decoders_messages_pass() -> None:
+    leaky = msgspec.ValidationError(f"Invalid enum value '{SECRET}' - at `$.messages[0].role`")
+    error = schemas._translate(leaky)
+    assert (error.message, error.param) == ("`messages[0].role`: not an accepted value.", "messages[0].role")
 
 
 def test_a_message_names_field_and_type() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+import tokenizers.processors
 
 from cluster.errors import ContextLengthError, InvalidRequestError
 from router.chat_template import ChatTemplate
@@ -56,6 +57,16 @@ async def test_a_model_without_a_template(model_directory: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         await bare.encode_chat(CONVERSATIONS[0], max_tokens=100)
     assert len(await bare.encode_prompt("one two three four", max_tokens=100)) == 4
+
+
+async def test_special_tokens_come_once(model_directory: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+    template = ChatTemplate("{{ bos_token }}{{ messages[0]['content'] }}", {"bos_token": "<|im_start|>"})
+    adding = Tokenizer(backend, vocab_size=49152, eos_token_ids=(2,), chat_template=template)
+    prompt = await adding.encode_prompt("Hello", max_tokens=10)
+    assert prompt[0] == 1
+    assert await adding.encode_chat(CONVERSATIONS[0], max_tokens=10) == prompt
 
 
 def render(source: str, messages: list[dict[str, Any]] | None = None) -> str:

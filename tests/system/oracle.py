@@ -15,6 +15,7 @@ class Oracle:
         import torch
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(1)  # threads that spin are slow wherever something else runs too
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self._model.eval()

@@ -102,6 +102,11 @@ class Stack:
         """How many nodes of that role the router may use."""
         return int(self.metrics(self.base_url)[f"baton_router_nodes{{role={role},state=alive}}"])
 
+    def known_nodes(self, role: str) -> int:
+        """How many nodes of that role the router has not given up, answering or not."""
+        metrics = self.metrics(self.base_url)
+        return int(sum(metrics[f"baton_router_nodes{{role={role},state={state}}}"] for state in ("alive", "silent")))
+
     def holdings(self) -> dict[str, Any]:
         """Everything that must be as it was once nothing is being served."""
         held: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -75,6 +76,21 @@ def test_hits_on_either_node_alone_are_exact(pair: Stack, prompts: list[list[int
     assert on_d["choices"][0]["token_ids"] == ids
     assert on_d["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert pair.total("decode", "baton_prompt_blocks_shared_total") == 18
+
+
+def test_a_node_given_up_for_dead_comes_back_as_another_life(
+    demo_model_dir: Path, prompts: list[list[int]], oracle: Oracle
+) -> None:
+    """A stopped process is never reported by a transport; when it goes on, its old life stays dead."""
+    with running_stack(demo_model_dir, options=("--transport", "ucx")) as stack:
+        ids = stack.complete(prompts[-1], 8)["choices"][0]["token_ids"]
+        epoch = stack.records()["decode-0"].party.epoch
+        os.kill(stack.pids["decode-0"], signal.SIGSTOP)
+        wait_for("decode-0 is given up", lambda: stack.known_nodes("decode") == 0, 30)
+        os.kill(stack.pids["decode-0"], signal.SIGCONT)
+        wait_for("decode-0 is back", lambda: stack.alive_nodes("decode") == 1, 60)
+        assert stack.records()["decode-0"].party.epoch != epoch
+        assert stack.complete(prompts[-1], 8)["choices"][0]["token_ids"] == ids == oracle(prompts[-1], 8)
 
 
 def test_nodes_of_another_layout_are_not_paired(demo_model_dir: Path, prompts: list[list[int]]) -> None:

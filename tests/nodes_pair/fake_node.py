@@ -1,0 +1,199 @@
+"""One node of the simulation: the real decisions, performed on a fake plane and a fake engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+from fake_kv import FINGERPRINT, FakePlane, Memory
+
+from cluster.request import FinishReason, SamplingParams, finish_reason
+from cluster.wire import Message, Party
+from decode_node.reservation import DecodeSettings
+from decode_node.scheduler import DecodeState
+from engine.block_pool import BlockPool
+from engine.instructions import (
+    CancelPush,
+    CompleteTransfer,
+    DropPeer,
+    Expect,
+    FinishPush,
+    Instruction,
+    MessageArrived,
+    NodeEvent,
+    Push,
+    Send,
+    StepFinished,
+    TransferProgress,
+    Withdraw,
+)
+from engine.step import FailedSequence, SampledToken, SequenceChunk, StepPlan, StepResult
+from kvtransfer.errors import KVTransferError
+from kvtransfer.events import Event, PushFailed, ReceiveFailed
+from kvtransfer.ticket import PeerId
+from prefill_node.admission import PrefillSettings
+from prefill_node.scheduler import PrefillState
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 14
+MAX_MODEL_LEN = 40
+VOCABULARY = 7
+BEING_WRITTEN = -3
+
+
+def next_token(token_ids: Sequence[int], seed: int) -> int:
+    """The "model": depends on every token before it."""
+    digest = blake2b(repr((list(token_ids), seed)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def expected_answer(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+    """What any correct cluster answers."""
+    token_ids = list(prompt)
+    while True:
+        token_ids.append(next_token(token_ids, sampling.seed))
+        num_generated = len(token_ids) - len(prompt)
+        if (reason := finish_reason(sampling, token_ids[-1], num_generated)) is not None:
+            return token_ids[len(prompt) :], reason
+
+
+class Node:
+    """One life of a node. ``post`` sends a message, ``clock`` tells the time of the whole simulation."""
+
+    def __init__(
+        self,
+        party: Party,
+        role: str,
+        post: Callable[[Party, Party, Message], None],
+        clock: Callable[[], float],
+        new_ticket_id: Callable[[], int],
+    ) -> None:
+        self.party = party
+        self.role = role
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.memory = Memory(NUM_BLOCKS, BLOCK_SIZE)
+        self.plane = FakePlane(PeerId(party.id, party.epoch), self.memory)
+        self.plane.is_owned = lambda block_id: any(
+            report.block_id == block_id and report.state == "owned" for report in self.pool.report()
+        )
+        self.news: deque[Event] = deque()
+        self.plan: StepPlan | None = None
+        self.idle = False
+        self._post = post
+        self._clock = clock
+        self.state: PrefillState | DecodeState
+        if role == "prefill":
+            self.state = PrefillState(
+                self.pool,
+                PrefillSettings(
+                    block_size=BLOCK_SIZE,
+                    num_blocks=NUM_BLOCKS,
+                    max_batch_tokens=7,
+                    max_active=3,
+                    max_model_len=MAX_MODEL_LEN,
+                    fingerprint=FINGERPRINT,
+                ),
+            )
+        else:
+            self.state = DecodeState(
+                self.pool,
+                DecodeSettings(
+                    block_size=BLOCK_SIZE,
+                    num_blocks=NUM_BLOCKS,
+                    max_num_seqs=4,
+                    max_model_len=MAX_MODEL_LEN,
+                    fingerprint=FINGERPRINT,
+                ),
+                party,
+                self.plane.hello,
+                new_ticket_id,
+            )
+
+    # --- the loop's calls, one at a time ---
+
+    def receive(self, sender: Party, message: Message) -> None:
+        self._take_in(MessageArrived(sender, message))
+
+    def has_news(self) -> bool:
+        self.news.extend(self.plane.poll())
+        return bool(self.news)
+
+    def read_news(self) -> None:
+        """One event of the plane reaches the state."""
+        self._take_in(TransferProgress(self.news.popleft()))
+
+    def tick(self) -> None:
+        self._perform(self.state.tick(self._clock()))
+
+    def start_step(self) -> None:
+        """Plan a step; from here on its blocks are being written. Without a plan the node sleeps until an event."""
+        self.plan = self.state.schedule(self._clock())
+        self.idle = self.plan is None
+        for chunk in self.plan.chunks if self.plan is not None else ():
+            self._check_chunk(chunk)
+            for position in range(chunk.start, chunk.position):
+                self.memory.write(chunk.block_table, position, BEING_WRITTEN)
+
+    def finish_step(self, failing: Callable[[SequenceChunk], bool] = lambda _chunk: False) -> None:
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        tokens, failed = [], []
+        for chunk in plan.chunks:
+            self._check_chunk(chunk)
+            for offset, token_id in enumerate(chunk.token_ids):
+                self.memory.write(chunk.block_table, chunk.start + offset, token_id)
+            if failing(chunk):
+                failed.append(FailedSequence(chunk.key, "the model's output is not finite"))
+            elif chunk.sampling is not None:
+                context = self.memory.read(chunk.block_table, chunk.position)
+                assert min(context) >= 0, f"{chunk.key} attends to slots nobody wrote: {context}"
+                tokens.append(SampledToken(chunk.key, next_token(context, chunk.sampling.seed)))
+        self._take_in(StepFinished(StepResult(tuple(tokens), tuple(failed), 0.0)))
+
+    def _check_chunk(self, chunk: SequenceChunk) -> None:
+        for index in range(chunk.start // BLOCK_SIZE, -(-chunk.position // BLOCK_SIZE)):
+            block_id = chunk.block_table[index]
+            assert self.pool.is_writable(block_id, str(chunk.key)), f"{chunk.key} writes block {block_id}"
+            assert block_id not in self.plane.being_read(), f"{chunk.key} writes block {block_id} while it is sent"
+
+    # --- as engine.node does it ---
+
+    def _take_in(self, event: NodeEvent) -> None:
+        self.idle = False
+        self._perform(self.state.handle(event, self._clock()))
+
+    def _perform(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            try:
+                self._perform_one(instruction)
+            except KVTransferError as error:
+                match instruction:
+                    case Push(ticket):
+                        self._take_in(TransferProgress(PushFailed(ticket.ticket_id, str(error))))
+                    case Expect(ticket_id):
+                        self._take_in(TransferProgress(ReceiveFailed(ticket_id, str(error))))
+                    case _:
+                        raise
+
+    def _perform_one(self, instruction: Instruction) -> None:
+        plane = self.plane
+        match instruction:
+            case Send(peer, message):
+                self._post(self.party, peer, message)
+            case Push(ticket, items, zero_tail):
+                if zero_tail is not None:
+                    self.memory.zero_tail(*zero_tail)
+                plane.push(ticket, items)
+            case Expect(ticket_id, handles, sender):
+                plane.receives.open(ticket_id, handles, PeerId(sender.id, sender.epoch))
+            case CompleteTransfer(ticket_id):
+                plane.receives.complete(ticket_id)
+            case FinishPush(ticket_id):
+                plane.sends.finish(ticket_id)
+            case CancelPush(ticket_id):
+                plane.sends.cancel(ticket_id)
+            case Withdraw(ticket_id):
+                plane.receives.withdraw(ticket_id)
+            case DropPeer(node_id, epoch):
+                plane.peer_dead(node_id, epoch)
