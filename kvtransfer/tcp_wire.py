@@ -92,21 +92,25 @@ class Transcript:
 
 
 def pack_greeting(body: bytes) -> bytes:
+    """The first message of each side: magic, version, nonce."""
     return _GREETING.pack(MAGIC, WIRE_VERSION, body)
 
 
 def parse_greeting(data: bytes | bytearray) -> bytes:
+    """The other side's nonce. Raises `WireError`."""
     magic, version, body = _GREETING.unpack(data)
     _check_magic(magic, version)
     return bytes(body)
 
 
 def pack_reply(sender: PeerId, nonce: bytes, mac: bytes) -> bytes:
+    """The sender's claim and its proof; the node id follows the fixed part."""
     node_id = sender.node_id.encode()
     return _REPLY.pack(MAGIC, WIRE_VERSION, len(node_id), sender.epoch, nonce, mac) + node_id
 
 
 def parse_reply(data: bytes | bytearray) -> Reply:
+    """The fixed part of a reply. Raises `WireError`."""
     magic, version, node_id_bytes, epoch, nonce, mac = _REPLY.unpack(data)
     _check_magic(magic, version)
     if not 0 < node_id_bytes <= MAX_NODE_ID_BYTES:
@@ -115,6 +119,7 @@ def parse_reply(data: bytes | bytearray) -> Reply:
 
 
 def parse_node_id(data: bytes | bytearray) -> str:
+    """The node id behind a reply. Raises `WireError` for what is not UTF-8."""
     try:
         return bytes(data).decode()
     except UnicodeDecodeError as error:
@@ -122,6 +127,7 @@ def parse_node_id(data: bytes | bytearray) -> str:
 
 
 def pack_header(header: Header) -> bytes:
+    """What goes before each block."""
     return _HEADER.pack(MAGIC, WIRE_VERSION, header.ticket_id, header.index, header.generation, header.length)
 
 
@@ -135,6 +141,7 @@ def parse_header(data: bytes | bytearray, block_bytes: int) -> Header:
 
 
 def format_address(host: str, port: int) -> bytes:
+    """What a hello carries; IPv6 in brackets."""
     return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
 
 

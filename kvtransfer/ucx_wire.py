@@ -26,7 +26,7 @@ _MAX_REPLY_TO_BYTES: Final = 3072
 class _Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """First message of a push. A block of a ticket nobody introduced himself for is refused.
 
-    ``reply_to`` is the sender's own sealed address, for a farewell; empty if it is too long.
+    ``reply_to`` is the sealed address of the sender's sending worker, for a farewell; empty if too long.
     """
 
     node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -62,6 +62,7 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, 
 
 
 def introduce(context: RoadContext, ticket_id: int, receiver: PeerId, reply_to: bytes) -> bytes:
+    """The first message of a push: who sends, proven with the secret. ``reply_to`` is our own sealed address."""
     me = context.me
     if len(reply_to) > _MAX_REPLY_TO_BYTES:
         reply_to = b""

@@ -40,6 +40,8 @@ class ReplyHead:
 
 
 class PromptTokensDetails(msgspec.Struct):
+    """Of the prompt's tokens, how many a prefix cache held: the prefill node's own count."""
+
     cached_tokens: int
 
 
