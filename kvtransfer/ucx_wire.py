@@ -101,6 +101,7 @@ def read_farewell(context: RoadContext, data: bytes) -> bytes | None:
 
 
 def worker_name(sealed: bytes) -> bytes:
+    """How a farewell names a worker: the beginning of its sealed address, which is random."""
     return sealed[:_PROOF_BYTES]
 
 
