@@ -10,14 +10,11 @@ import signal
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
 from rich.console import Console
 
@@ -25,8 +22,8 @@ from cli import embedded_redis
 from cli.children import Child, Children
 from cli.cores import share_cores
 from cli.model import pull_demo_model
+from cli.startup import Startup
 from cluster.config import ENV_REDIS_URL, ENV_SECRET, ConfigError, shared_secret, url_host
-from cluster.membership import Membership, MembershipError
 from cluster.model_store import DEMO_MODEL, ModelFiles, ModelFilesError, resolve_model
 
 if TYPE_CHECKING:
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Start a router, prefill nodes, decode nodes and (without --redis) a private Redis as processes of this
 machine, wait until a request has been served end to end, and run until Ctrl-C."""
-REDIS_TIMEOUT_S = 10.0
-FIRST_REQUEST_TIMEOUT_S = 60.0
 # The router drains while its nodes still serve; the nodes leave while Redis still listens.
 _REDIS_STAGE, _NODE_STAGE, _ROUTER_STAGE = 0, 1, 2
 
@@ -136,40 +131,25 @@ class _Deployment:
 
     async def _start(self, model: ModelFiles) -> str:
         """Start everything and wait until a request went through. Returns the Redis URL."""
-        began = time.monotonic()
-        with self._console.status("starting Redis") as status:
-            redis_url = self._args.redis or await self._start_redis()
+        commands = self._commands(model)
+        timeout_s = self._args.ready_timeout_s
+        with Startup(self._console, len(commands) + 2, timeout_s, self._check_alive) as startup:
+            redis_url: str = self._args.redis or await self._start_redis()
             secret = shared_secret()
             env = {ENV_REDIS_URL: redis_url, ENV_SECRET: os.fsdecode(secret) if secret else secrets.token_hex(32)}
-            await self._wait_for_redis(redis_url)
-            for name, command in self._commands(model):
+            await startup.wait_for_redis(redis_url)
+            for name, command in commands:
                 stage = _ROUTER_STAGE if name == "router" else _NODE_STAGE
                 await self._children.start(name, command, env=env, stage=stage)
-            names = ", ".join(child.name for child in self._children)
-            status.update(f"starting {names}")
-            await self._wait_until_served(model, status.update)
-        self._console.print(f"ready in {time.monotonic() - began:.1f} s; logs are in {self._log_dir}")
+            await startup.wait_for_nodes(redis_url, {name for name, _command in commands} - {"router"})
+            await startup.wait_for_request(self._url(), model.served_name)
+        self._console.print(f"ready in {startup.elapsed_s:.1f} s; logs are in {self._log_dir}")
         return redis_url
 
     async def _start_redis(self) -> str:
         server = embedded_redis.prepare(self._log_dir)
         await self._children.start("redis", server.command, env={}, stage=_REDIS_STAGE, stdin=server.configuration)
         return server.url
-
-    async def _wait_for_redis(self, url: str) -> None:
-        membership = Membership(url)
-        deadline = time.monotonic() + REDIS_TIMEOUT_S
-        try:
-            while True:
-                self._check_alive()
-                with suppress(MembershipError):
-                    await membership.read()
-                    return
-                if time.monotonic() > deadline:
-                    raise ConfigError("Redis cannot be reached; check --redis and its password")
-                await asyncio.sleep(0.05)
-        finally:
-            await membership.close()
 
     def _commands(self, model: ModelFiles) -> list[tuple[str, list[str]]]:
         args = self._args
@@ -192,30 +172,6 @@ class _Deployment:
         router += ["--served-model-name", model.served_name, "--host", args.host, "--port", str(self._port), *limit]
         commands.append(("router", router))
         return commands
-
-    async def _wait_until_served(self, model: ModelFiles, tell: Callable[[str], None]) -> None:
-        deadline = time.monotonic() + self._args.ready_timeout_s
-        async with httpx.AsyncClient(base_url=self._url(), timeout=10, trust_env=False) as client:
-            while True:
-                self._check_alive()
-                with suppress(httpx.HTTPError):
-                    ready = await client.get("/ready")
-                    if ready.status_code == 200:
-                        break
-                    tell(f"waiting: {_reason(ready)}")
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"not ready after {self._args.ready_timeout_s:g} s; logs are in {self._log_dir}")
-                await asyncio.sleep(0.1)
-            tell("serving a first request")
-            # Two tokens: the first comes from the prefill node, the second needs the KV blocks on the decode node.
-            body = {"model": model.served_name, "prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
-            try:
-                answer = await client.post("/v1/completions", json=body, timeout=FIRST_REQUEST_TIMEOUT_S)
-            except httpx.HTTPError as error:
-                name = type(error).__name__
-                raise ConfigError(f"the first request failed ({name}); logs are in {self._log_dir}") from error
-            if answer.status_code != 200:
-                raise ConfigError(f"the first request failed with {answer.status_code}; logs are in {self._log_dir}")
 
     def _check_alive(self) -> None:
         for child in self._children:
@@ -281,13 +237,13 @@ def _check_port(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0") from error
 
 
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["reason"])
-    except (ValueError, KeyError, TypeError):
-        return "starting"
-
-
 def _write_private(path: Path, state: State) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(state))
+    """Whole or not at all, and never with the permissions of a file that was there before."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(state))
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the state file {path}: {error.strerror}") from error

@@ -30,6 +30,8 @@ Buffer = npt.NDArray[np.uint8]
 _DEFAULTS: Final = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
     "UCX_TCP_RX_SEG_SIZE": "256K",
+    # A connect to an address that vanished without a reset would otherwise block this thread for a minute.
+    "UCX_TCP_CONN_NB": "y",
     "UCX_KEEPALIVE_INTERVAL": "1s",
     "UCX_POSIX_ERROR_HANDLING": "y",
     "UCX_SYSV_ERROR_HANDLING": "y",
