@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.model_config import ModelConfig, RopeConfig
-from engine.weights import LayerWeights, ModelWeights
+from engine.weights import ModelWeights
+from kernels.decoder import DecoderStep
 from kernels.reference import rope_tables
 from kernels.spans import Spans
 from kvtransfer.layout import BlockLayout
@@ -39,6 +40,7 @@ class LlamaModel:
         self.config = config
         self.weights = weights
         frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self._stack = weights.ops.stack(weights.layers)
         self._angles = rope_tables(frequencies, config.max_positions)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._residual = _Buffer(config.hidden_size)
@@ -62,31 +64,28 @@ class LlamaModel:
         """
         config, weights, ops = self.config, self.weights, self.weights.ops
         num_rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
-        x, hidden, qkv = self._residual.rows(num_rows), self._hidden.rows(num_rows), self._qkv.rows(num_rows)
-        attended, inner = self._attended.rows(num_rows), self._inner.rows(num_rows)
-        plan = ops.plan(batch.spans, config.num_heads, config.num_kv_heads)
+        x = self._residual.rows(num_rows)
         ops.embed(batch.token_ids, weights.embedding, x)
-        for index, layer in enumerate(weights.layers):
-            ops.rms_norm(x, layer.input_norm, config.rms_eps, hidden)
-            ops.linear(hidden, layer.qkv, qkv)
-            angles = self._angles if config.rope_layers[index] else None
-            ops.rope_store(qkv, batch.positions, angles, self._norms(layer), pool, index, batch.slots)
-            ops.attention(qkv, pool, index, plan, attended)
-            ops.linear_add(attended, layer.output, x)
-            ops.rms_norm(x, layer.post_norm, config.rms_eps, hidden)
-            ops.linear_silu_mul(hidden, layer.gate_up, inner)
-            ops.linear_add(inner, layer.down, x)
+        step = DecoderStep(
+            x=x,
+            hidden=self._hidden.rows(num_rows),
+            qkv=self._qkv.rows(num_rows),
+            attended=self._attended.rows(num_rows),
+            inner=self._inner.rows(num_rows),
+            positions=batch.positions,
+            slots=batch.slots,
+            angles=self._angles,
+            eps=config.rms_eps,
+            pool=pool,
+            plan=ops.plan(batch.spans, config.num_heads, config.num_kv_heads),
+        )
+        ops.run(self._stack, step)
         logits = self._logits.rows(num_samples)
         if num_samples:
             last = self._hidden.rows(num_samples)
             ops.rms_norm(x, weights.final_norm, config.rms_eps, last, rows=batch.sample_rows)
             ops.linear(last, weights.lm_head, logits)
         return logits
-
-    def _norms(self, layer: LayerWeights) -> tuple[Tensor, Tensor, float] | None:
-        if layer.query_norm is None or layer.key_norm is None:
-            return None
-        return layer.query_norm, layer.key_norm, self.config.rms_eps
 
 
 class _Buffer:

@@ -19,6 +19,7 @@ from torch import Tensor
 from cluster.model_store import ModelFilesError, weight_files
 from engine.model_config import Dtype, ModelConfig
 from kernels.backend import Backend
+from kernels.decoder import DecoderLayer
 
 _FILE_DTYPES: Final = ("F32", "F16", "BF16")
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -26,23 +27,6 @@ _FINAL_NORM: Final = "model.norm.weight"
 _LM_HEAD: Final = "lm_head.weight"
 _IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"  # old checkpoints store what the configuration says
 _NUM_NAMED: Final = 4  # names shown in an error
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer: float32 norms, linears as the backend packed them.
-
-    ``qkv`` yields queries, keys, values in this order; ``gate_up`` is for the backend's ``linear_silu_mul``.
-    """
-
-    input_norm: Tensor
-    qkv: Any
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: Any
-    post_norm: Tensor
-    gate_up: Any
-    down: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +40,7 @@ class ModelWeights:
     ops: Backend
     dtype: Dtype
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
     lm_head: Any
 
@@ -85,10 +69,10 @@ def load_weights(directory: Path, config: ModelConfig, ops: Backend, dtype: Dtyp
     )
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
+def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> DecoderLayer:
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    return LayerWeights(
+    return DecoderLayer(
         input_norm=reader.vector(prefix + "input_layernorm.weight"),
         qkv=reader.linear([f"{attention}{part}_proj.weight" for part in "qkv"], bias=config.qkv_bias),
         query_norm=reader.vector(attention + "q_norm.weight") if config.qk_norm else None,
@@ -97,6 +81,7 @@ def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
         post_norm=reader.vector(prefix + "post_attention_layernorm.weight"),
         gate_up=reader.linear([mlp + "gate_proj.weight", mlp + "up_proj.weight"], bias=False, gate_up=True),
         down=reader.linear([mlp + "down_proj.weight"], bias=False),
+        rope=config.rope_layers[index],
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Protocol
 from torch import Tensor
 
 from kernels.cpu.build import COMPILERS, BuildError, build
+from kernels.decoder import DecoderLayer, DecoderStep
 from kernels.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Backend(Protocol):
         """Take over a weight of ``shape`` (outputs, inputs), given as consecutive runs of its rows.
 
         ``parts`` is consumed one by one, so that only one need exist at a time; they may be of any float type.
-        ``bias``: float32 ``[outputs]``. With ``gate_up`` the first half of the rows are gates, the second half ups.
+        Weights packed in the order of their use are read best. ``bias``: float32 ``[outputs]``. With ``gate_up`` the first half of the rows are gates, the second half ups.
         """
         ...
 
@@ -106,6 +107,14 @@ class Backend(Protocol):
 
         ``out``: ``[num_rows, num_heads * head_dim]``.
         """
+        ...
+
+    def stack(self, layers: Sequence[DecoderLayer]) -> Any:
+        """Prepare a model's layers for :meth:`run`, once."""
+        ...
+
+    def run(self, stack: Any, step: DecoderStep) -> None:
+        """All layers of a step; bit for bit what :func:`kernels.decoder.run_layers` makes of the operations above."""
         ...
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own spelling)
 from torch import Tensor
 
+from kernels.decoder import DecoderLayer, DecoderStep, run_layers
 from kernels.spans import Spans
 
 KeyOrder = Literal["token_major", "dim_major"]
@@ -310,3 +311,11 @@ class Reference:
         head_dim = pool.shape[5]
         q = qkv[:, : out.shape[1]].view(len(qkv), -1, head_dim)
         out.copy_(paged_attention(q, pool, layer, plan, self.key_order).view_as(out))
+
+    def stack(self, layers: Sequence[DecoderLayer]) -> tuple[DecoderLayer, ...]:
+        """See :class:`kernels.backend.Backend`."""
+        return tuple(layers)
+
+    def run(self, stack: Sequence[DecoderLayer], step: DecoderStep) -> None:
+        """See :class:`kernels.backend.Backend`."""
+        run_layers(self, stack, step)

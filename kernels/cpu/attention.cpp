@@ -38,7 +38,7 @@ struct Scratch {
 
 template <class T>
 static inline const T *head_of(const Call &call, const Item &item, long head, long key, long which) {
-  const long block = call.block_ids[item.table_start + key / call.block_size];
+  const long block = call.block_ids[item.table_start + (uint32_t)key / (uint32_t)call.block_size];
   const long half = call.block_size * call.head_dim;
   return (const T *)call.pool + block * call.block_stride + call.layer_offset +
          (which * call.num_kv_heads + head) * half;
@@ -50,11 +50,11 @@ static Step<T> locate(const Call &call, const Item &item, long head, long key0) 
   Step<T> step;
   step.k_stride = call.block_size;
   step.v_stride = call.head_dim;
-  const long last = item.context_len - 1;
+  const long last = item.context_len - 1, values = call.num_kv_heads * call.block_size * call.head_dim;
   for (int run = 0; run < STEP / RUN; run++) {
-    const long key = key0 + run * RUN < last ? key0 + run * RUN : last / RUN * RUN, offset = key % call.block_size;
-    const T *k = head_of<T>(call, item, head, key, 0) + offset;
-    step.v[run] = head_of<T>(call, item, head, key, 1) + offset * call.head_dim;
+    const long key = key0 + run * RUN < last ? key0 + run * RUN : last / RUN * RUN, offset = (uint32_t)key % (uint32_t)call.block_size;
+    const T *first = head_of<T>(call, item, head, key, 0), *k = first + offset;
+    step.v[run] = first + values + offset * call.head_dim;
     for (int i = 0; i < RUN / LANES; i++) step.k[run * (RUN / LANES) + i] = k + i * LANES;
   }
   return step;
@@ -192,7 +192,10 @@ static void all_rows(Scratch &s, Rows rows, long num_rows, const Step<T> &at, co
 static void begin(const Call &call, const Item &item, long head, Scratch &s, long rows, long group, long width) {
   for (long r = 0; r < rows; r++) {
     const float *q = call.q + (item.first_row + r / group) * call.q_stride + (head * group + r % group) * call.head_dim;
-    for (long d = 0; d < call.head_dim; d++) s.q[r * call.head_dim + d] = q[d] * call.scale;
+    float *to = s.q + r * call.head_dim;
+    long d = 0;
+    for (; d + LANES <= call.head_dim; d += LANES) store(to + d, load(q + d) * splat(call.scale));
+    for (; d < call.head_dim; d++) to[d] = q[d] * call.scale;
     s.most[r] = -INFINITY;
     s.total[r] = 0;
   }
@@ -221,8 +224,11 @@ static void attend(const Call &call, const Item &item, long head, Scratch &s, co
   }
   for (long r = 0; r < rows; r++) {
     float *out = call.out + (item.first_row + r / group) * call.out_stride + (head * group + r % group) * dim;
-    const float total = s.total[r];
-    for (long d = 0; d < dim; d++) out[d] = s.out[r * width + d] / total;
+    const Vec share = splat(1.0f / s.total[r]);
+    for (long d = 0; d < dim; d += LANES) {
+      const Vec mixed = load(s.out + r * width + d) * share;
+      memcpy(out + d, &mixed, (dim - d < LANES ? dim - d : LANES) * sizeof(float));
+    }
   }
 }
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 COMPILERS: Final = ("g++", "clang++", "c++")
 BUILD_LIMIT_S: Final = 300.0
-_SOURCES: Final = ("linear.cpp", "attention.cpp", "rows.cpp", "probe.cpp")
+_SOURCES: Final = ("linear.cpp", "attention.cpp", "rows.cpp", "decoder.cpp", "probe.cpp")
 _HEADERS: Final = ("vec.h",)
 # No -ffast-math: it may reorder sums, and a row's bits must not depend on what the compiler made of its neighbours.
 _FLAGS: Final = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-w")

@@ -3,21 +3,33 @@
 // A weight [outputs][inputs] lies as panels [inputs][PANEL], zero-padded. Every output element is one chain of fused
 // multiply-adds over the inputs in order, whatever the batch, the tile or the thread: that is why a row's bits never
 // depend on its company.
+#include <omp.h>
+
 #include "vec.h"
 
 enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
-enum Mode { PLAIN = 0, ADD = 1, SILU_MUL = 2 };
 constexpr long BLOCK_ROWS = 10 * MAX_ROWS;  // activations of so many rows stay in L2 while all panels pass
 
-struct Layer {
+struct Weight {
+  const void *data;
+  const float *scales, *bias;  // by panel position; null where there are none
+  const Weight *next;          // what is probably read next, or null
+  long num_outputs, num_inputs;  // outputs as computed: a gate and its up are one
+  int kind, gate_up;
+
+  long width() const { return gate_up ? PANEL / 2 : PANEL; }
+  long num_panels() const { return (num_outputs + width() - 1) / width(); }
+  long panel_bytes() const { return PANEL * num_inputs * (kind == FLOAT32 ? 4 : kind == BFLOAT16 ? 2 : 1); }
+  const char *panel(long index) const { return (const char *)data + index * panel_bytes(); }
+};
+
+struct Call {
+  const Weight &weight;
   const float *x;
   long x_stride;
-  const void *weight;
-  const float *scales, *bias;  // by panel position; null where there are none
-  long num_outputs, num_inputs;  // outputs as stored: gate and up are one output
   float *out;
   long out_stride;
-  int mode;
+  bool add;
 };
 
 struct Prefetch {
@@ -26,38 +38,39 @@ struct Prefetch {
 };
 
 template <int ROWS>
-static inline void finish(const Layer &layer, long row, long panel, Vec (&c)[ROWS][PANEL_VECTORS]) {
-  const long width = layer.mode == SILU_MUL ? PANEL / 2 : PANEL;
-  const long column = panel * width, count = layer.num_outputs - column < width ? layer.num_outputs - column : width;
+static inline void finish(const Call &call, long row, long panel, Vec (&c)[ROWS][PANEL_VECTORS]) {
+  const Weight &weight = call.weight;
+  const long width = weight.width(), column = panel * width;
+  const long count = weight.num_outputs - column < width ? weight.num_outputs - column : width;
   UNROLL for (int r = 0; r < ROWS; r++) {
     alignas(64) float edge[PANEL];
-    float *out = layer.out + (row + r) * layer.out_stride + column;
+    float *out = call.out + (row + r) * call.out_stride + column;
     float *to = count < width ? edge : out;
-    if (count < width && layer.mode == ADD) memcpy(edge, out, count * 4);
+    if (count < width && call.add) memcpy(edge, out, count * 4);
     UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
-      if (layer.scales) c[r][v] *= load(layer.scales + panel * PANEL + v * LANES);
-      if (layer.bias) c[r][v] += load(layer.bias + panel * PANEL + v * LANES);
+      if (weight.scales) c[r][v] *= load(weight.scales + panel * PANEL + v * LANES);
+      if (weight.bias) c[r][v] += load(weight.bias + panel * PANEL + v * LANES);
     }
-    if (layer.mode == SILU_MUL) {
+    if (weight.gate_up) {
       UNROLL for (int v = 0; v < PANEL_VECTORS / 2; v++) {
         Vec gate = c[r][v], up = c[r][v + PANEL_VECTORS / 2];
         store(to + v * LANES, gate / (splat(1.0f) + exp_lanes(-gate)) * up);
       }
     } else {
       UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
-        store(to + v * LANES, layer.mode == ADD ? load(to + v * LANES) + c[r][v] : c[r][v]);
+        store(to + v * LANES, call.add ? load(to + v * LANES) + c[r][v] : c[r][v]);
     }
     if (count < width) memcpy(out, edge, count * 4);
   }
 }
 
 template <class W, int ROWS>
-static void tile(const Layer &layer, long row, long panel, Prefetch next) {
+static void tile(const Call &call, long row, long panel, Prefetch next) {
   Vec c[ROWS][PANEL_VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) c[r][v] = Vec{};
-  const long num_inputs = layer.num_inputs, stride = layer.x_stride;
-  const float *x = layer.x + row * stride;
-  const W *w = (const W *)layer.weight + panel * PANEL * num_inputs;
+  const long num_inputs = call.weight.num_inputs, stride = call.x_stride;
+  const float *x = call.x + row * stride;
+  const W *w = (const W *)call.weight.panel(panel);
   for (long k = 0; k < num_inputs; k++, w += PANEL, next.at += next.step) {
     __builtin_prefetch(next.at, 0, 2);  // the panel after this one, under the arithmetic
     __builtin_prefetch(next.at + next.step / 2, 0, 2);
@@ -68,10 +81,10 @@ static void tile(const Layer &layer, long row, long panel, Prefetch next) {
       UNROLL for (int v = 0; v < PANEL_VECTORS; v++) c[r][v] += a * b[v];
     }
   }
-  finish<ROWS>(layer, row, panel, c);
+  finish<ROWS>(call, row, panel, c);
 }
 
-typedef void (*Tile)(const Layer &, long, long, Prefetch);
+typedef void (*Tile)(const Call &, long, long, Prefetch);
 
 template <class W>
 static Tile tile_of(long rows) {
@@ -89,29 +102,34 @@ static Tile tile_of(long rows) {
 
 // All tiles of `rows` rows on one panel. Tiles differ by at most one row: 16 rows are 8 + 8, not 14 + 2.
 template <class W>
-static void panel_rows(const Layer &layer, long row, long rows, long panel, const char *next) {
+static void panel_rows(const Call &call, long row, long rows, long panel, const char *next) {
   const long num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS, base = rows / num_tiles, longer = rows % num_tiles;
   const long step = PANEL * (long)sizeof(W) / num_tiles;
   for (long t = 0; t < num_tiles; t++) {
     const long count = base + (t < longer);
-    tile_of<W>(count)(layer, row, panel, Prefetch{next + t * step * layer.num_inputs, step});
+    tile_of<W>(count)(call, row, panel, Prefetch{next + t * step * call.weight.num_inputs, step});
     row += count;
   }
 }
 
+// One thread's share: a run of jobs, each a panel for a block of rows. At its end the thread already fetches the first
+// panel of its share of the weight that is used next, so that no weight starts cold.
 template <class W>
-static void linear(const Layer &layer, long num_rows, const char *after, int threads) {
-  const long width = layer.mode == SILU_MUL ? PANEL / 2 : PANEL;
-  const long num_panels = (layer.num_outputs + width - 1) / width;
-  const long num_blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, jobs = num_blocks * num_panels;
-  const char *weight = (const char *)layer.weight;
-  const long panel_bytes = PANEL * (long)sizeof(W) * layer.num_inputs;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (long job = 0; job < jobs; job++) {
+static void share(const Call &call, long num_rows, long thread, long threads) {
+  const Weight &weight = call.weight;
+  const long num_panels = weight.num_panels(), num_blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  const long jobs = num_blocks * num_panels, end = jobs * (thread + 1) / threads;
+  for (long job = jobs * thread / threads; job < end; job++) {
     const long block = job / num_panels, panel = job % num_panels;
     const long first = block * num_rows / num_blocks, last = (block + 1) * num_rows / num_blocks;
-    const char *next = job + 1 < jobs ? weight + (panel + 1) % num_panels * panel_bytes : after;
-    panel_rows<W>(layer, first, last - first, panel, next);
+    const char *next = weight.panel(panel);
+    if (job + 1 < end) {
+      next = weight.panel((panel + 1) % num_panels);
+    } else if (weight.next) {
+      const long after = weight.next->num_panels();
+      next = weight.next->panel(num_blocks * after * thread / threads % after);
+    }
+    panel_rows<W>(call, first, last - first, panel, next);
   }
 }
 
@@ -119,15 +137,17 @@ extern "C" {
 
 int baton_panel() { return PANEL; }
 
-// x [num_rows] rows of `x_stride` floats. `after`: what is read next, or null.
-void baton_linear(const float *x, long x_stride, long num_rows, const void *weight, int kind, const float *scales,
-                  const float *bias, long num_outputs, long num_inputs, float *out, long out_stride, int mode,
-                  const void *after, int threads) {
-  const Layer layer{x, x_stride, weight, scales, bias, num_outputs, num_inputs, out, out_stride, mode};
-  const char *next = after ? (const char *)after : (const char *)weight;
-  if (kind == FLOAT32) linear<float>(layer, num_rows, next, threads);
-  if (kind == BFLOAT16) linear<bf16>(layer, num_rows, next, threads);
-  if (kind == INT8) linear<int8_t>(layer, num_rows, next, threads);
+// x [num_rows] rows of `x_stride` floats; `add` adds to what `out` holds.
+void baton_linear(const Weight *weight, const float *x, long x_stride, long num_rows, float *out, long out_stride,
+                  int add, int threads) {
+  const Call call{*weight, x, x_stride, out, out_stride, add != 0};
+#pragma omp parallel num_threads(threads)
+  {
+    const long thread = omp_get_thread_num(), team = omp_get_num_threads();
+    if (weight->kind == FLOAT32) share<float>(call, num_rows, thread, team);
+    if (weight->kind == BFLOAT16) share<bf16>(call, num_rows, thread, team);
+    if (weight->kind == INT8) share<int8_t>(call, num_rows, thread, team);
+  }
 }
 }
 

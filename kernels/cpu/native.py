@@ -6,9 +6,8 @@ carries the plain name that the library asks for.
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterable
-from ctypes import CDLL, c_float, c_int, c_long, c_void_p
+from collections.abc import Iterable, Sequence
+from ctypes import Array, addressof, byref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -17,54 +16,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu.arena import Arena
+from kernels.cpu.library import Layer, Step, Weight, load_library
+from kernels.decoder import DecoderLayer, DecoderStep
 from kernels.reference import quantize_rows
 from kernels.spans import Int32Array, Spans
 
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _POOL_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}
-_PLAIN, _ADD, _SILU_MUL = range(3)
 _ITEM_ROWS: Final = 48  # rows (tokens times heads of a group) of a work item: enough arithmetic for each key read
-_ALIGNMENT: Final = 64
-
-_LONG, _POINTER, _INT, _FLOAT = c_long, c_void_p, c_int, c_float
-_SIGNATURES: Final = {
-    "baton_linear": (
-        *(_POINTER, _LONG, _LONG, _POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG),
-        *(_POINTER, _LONG, _INT, _POINTER, _INT),
-    ),
-    "baton_pack": (_POINTER, _INT, _LONG, _LONG, _POINTER, _LONG, _INT, _INT),
-    "baton_pack_values": (_POINTER, _LONG, _POINTER, _LONG, _INT),
-    "baton_embed": (_POINTER, _LONG, _POINTER, _INT, _LONG, _POINTER),
-    "baton_rms_norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
-    "baton_rope_store": (
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
-        *(_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, _INT),
-    ),
-    "baton_attention": (
-        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT, _LONG, _LONG),
-        *(_POINTER, _POINTER, _LONG, _FLOAT, _INT),
-    ),
-    "baton_read": (_POINTER, _LONG, _INT),
-    "baton_multiply_add": (_LONG, _FLOAT, _INT),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight as the kernels read it. ``num_outputs`` counts gate and up as one."""
+    """A weight as the kernels read it. ``num_outputs`` counts a gate and its up as one; the rest keeps it alive."""
 
-    data: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
-    kind: int
+    address: int
     num_outputs: int
     num_inputs: int
+    nbytes: int
+    held: tuple[Tensor, Tensor | None, Tensor | None]
 
-    @property
-    def nbytes(self) -> int:
-        """What a step reads of it, padding included."""
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+@dataclass(frozen=True, slots=True)
+class LayerStack:
+    """A model's layers as one array of addresses, and the layers, which keep them valid."""
+
+    table: Array[Layer]
+    layers: tuple[DecoderLayer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +56,10 @@ class AttentionPlan:
 
 
 class Native:
-    """Owns the memory of all weights it packed, until it goes."""
+    """Owns the memory of all weights it packed, until it goes.
+
+    While one weight is worked on, the start of the one packed after it is fetched: pack in the order of use.
+    """
 
     name = "native"
     key_order: Literal["dim_major"] = "dim_major"
@@ -87,7 +69,8 @@ class Native:
         self._lib = load_library(library)
         self._threads = threads
         self._panel: int = self._lib.baton_panel()
-        self._arena = _Arena()
+        self._arena = Arena()
+        self._weights: list[Weight] = []  # each points to the next, so none may go before the others
 
     def pack(
         self, parts: Iterable[Tensor], shape: tuple[int, int], kind: str, bias: Tensor | None, *, gate_up: bool
@@ -112,7 +95,20 @@ class Native:
             packed_bias = self._values(padded)
             for begin, end, half in _halves(0, outputs, outputs, gate_up):
                 self._pack_values(bias[begin:end], packed_bias, (begin % stored, half))
-        return PackedLinear(data, scales, packed_bias, _KINDS[kind], stored, inputs)
+        weight = Weight(
+            data.data_ptr(),
+            None if scales is None else scales.data_ptr(),
+            None if packed_bias is None else packed_bias.data_ptr(),
+            None,
+            stored,
+            inputs,
+            _KINDS[kind],
+            gate_up,
+        )
+        if self._weights:
+            self._weights[-1].next = addressof(weight)
+        self._weights.append(weight)
+        return PackedLinear(addressof(weight), stored, inputs, data.nbytes, (data, scales, packed_bias))
 
     def _pack_rows(self, rows: Tensor, kind: str, data: Tensor, scales: Tensor | None, at: tuple[int, int]) -> None:
         if scales is not None:
@@ -142,34 +138,22 @@ class Native:
 
     def linear(self, x: Tensor, weight: PackedLinear, out: Tensor) -> None:
         """See :class:`kernels.backend.Backend`."""
-        self._linear(x, weight, out, _PLAIN)
+        self._linear(x, weight, out, 0)
 
     def linear_add(self, x: Tensor, weight: PackedLinear, out: Tensor) -> None:
         """See :class:`kernels.backend.Backend`."""
-        self._linear(x, weight, out, _ADD)
+        self._linear(x, weight, out, 1)
 
     def linear_silu_mul(self, x: Tensor, weight: PackedLinear, out: Tensor) -> None:
         """See :class:`kernels.backend.Backend`."""
-        self._linear(x, weight, out, _SILU_MUL)
+        self._linear(x, weight, out, 0)
 
-    def _linear(self, x: Tensor, weight: PackedLinear, out: Tensor, mode: int) -> None:
-        assert x.shape[1] == weight.num_inputs
-        assert out.shape[1] == weight.num_outputs
+    def _linear(self, x: Tensor, weight: PackedLinear, out: Tensor, add: int) -> None:
+        (num_rows, num_inputs), num_outputs = x.shape, out.shape[1]
+        assert num_inputs == weight.num_inputs
+        assert num_outputs == weight.num_outputs
         self._lib.baton_linear(
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            weight.data.data_ptr(),
-            weight.kind,
-            None if weight.scales is None else weight.scales.data_ptr(),
-            None if weight.bias is None else weight.bias.data_ptr(),
-            weight.num_outputs,
-            weight.num_inputs,
-            out.data_ptr(),
-            out.stride(0),
-            mode,
-            None,
-            self._threads,
+            weight.address, x.data_ptr(), x.stride(0), num_rows, out.data_ptr(), out.stride(0), add, self._threads
         )
 
     def rms_norm(
@@ -271,16 +255,42 @@ class Native:
             self._threads,
         )
 
+    def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
+        """See :class:`kernels.backend.Backend`."""
+        table = (Layer * len(layers))()
+        for entry, layer in zip(table, layers, strict=True):
+            for name in ("qkv", "output", "gate_up", "down"):
+                setattr(entry, name, getattr(layer, name).address)
+            for name in ("input_norm", "post_norm", "query_norm", "key_norm"):
+                weight: Tensor | None = getattr(layer, name)
+                setattr(entry, name, None if weight is None else weight.data_ptr())
+            entry.rope = layer.rope
+        return LayerStack(table, tuple(layers))
 
-def load_library(path: Path) -> CDLL:
-    """Load a built library and declare its functions. Raises OSError."""
-    library = CDLL(str(path))
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
-    for name in ("baton_read", "baton_multiply_add"):
-        getattr(library, name).restype = c_float
-    return library
+    def run(self, stack: LayerStack, step: DecoderStep) -> None:
+        """See :class:`kernels.backend.Backend`."""
+        _blocks, _layers, _two, num_kv_heads, block_size, head_dim = step.pool.shape
+        plan: AttentionPlan = step.plan
+        arguments = Step(
+            *(each.data_ptr() for each in (step.x, step.hidden, step.qkv, step.attended, step.inner)),
+            *(each.data_ptr() for each in (step.positions, step.slots, *step.angles, step.pool)),
+            plan.block_ids.ctypes.data,
+            plan.items.ctypes.data,
+            len(step.x),
+            len(plan.items),
+            step.x.shape[1],
+            step.inner.shape[1],
+            plan.num_heads,
+            num_kv_heads,
+            head_dim,
+            _POOL_KINDS[step.pool.dtype],
+            block_size,
+            step.pool.stride(0),
+            step.pool.stride(1),
+            step.eps,
+            head_dim**-0.5,
+        )
+        self._lib.baton_layers(byref(arguments), stack.table, len(stack.table), self._threads)
 
 
 def _halves(row: int, count: int, outputs: int, gate_up: bool) -> list[tuple[int, int, int]]:
@@ -290,27 +300,3 @@ def _halves(row: int, count: int, outputs: int, gate_up: bool) -> list[tuple[int
     middle = outputs // 2
     runs = [(row, min(row + count, middle), 0), (max(row, middle), row + count, 1)]
     return [(begin, end, half) for begin, end, half in runs if begin < end]
-
-
-class _Arena:
-    """Zeroed memory on huge pages, given out from the front of large maps and never given back one by one.
-
-    Weights are read from end to end at each step: with 4 KiB pages the TLB would miss every 64 cache lines.
-    """
-
-    _MAP_BYTES: Final = 64 << 20
-
-    def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """uint8 ``[num_bytes]``, at a cache line's start."""
-        rounded = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if rounded > len(self._left):
-            memory = mmap.mmap(-1, max(rounded, self._MAP_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._left = torch.frombuffer(memory, dtype=torch.uint8)
-        taken = self._left[:num_bytes]
-        self._left = self._left[rounded:]
-        return taken

@@ -77,15 +77,25 @@ static inline void narrow(float x, bf16 *to) {
 }
 
 static inline Vec select(IntVec mask, Vec yes, Vec no) { return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no)); }
+
+// Halves of a vector, of which both are needed: reductions are trees, since a chain over 16 lanes is slow.
+typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t IntQuad __attribute__((vector_size(16)));
 static inline float sum_lanes(Vec v) {
-  float total = 0;
-  UNROLL for (int i = 0; i < LANES; i++) total += v[i];
-  return total;
+  Quad q[LANES / 4];
+  memcpy(q, &v, sizeof v);
+  UNROLL for (int n = LANES / 8; n > 0; n /= 2) UNROLL for (int i = 0; i < n; i++) q[i] += q[i + n];
+  return (q[0][0] + q[0][2]) + (q[0][1] + q[0][3]);
 }
 static inline float max_lanes(Vec v) {
-  float most = v[0];
-  UNROLL for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
-  return most;
+  Quad q[LANES / 4];
+  memcpy(q, &v, sizeof v);
+  UNROLL for (int n = LANES / 8; n > 0; n /= 2) UNROLL for (int i = 0; i < n; i++) {
+    IntQuad more = q[i] > q[i + n];
+    q[i] = (Quad)((more & (IntQuad)q[i]) | (~more & (IntQuad)q[i + n]));
+  }
+  const float a = q[0][0] > q[0][2] ? q[0][0] : q[0][2], b = q[0][1] > q[0][3] ? q[0][1] : q[0][3];
+  return a > b ? a : b;
 }
 
 // e^x to 1 ulp or so (Cephes' polynomial); clamped to finite results, exactly 1 at 0, NaN stays NaN.
