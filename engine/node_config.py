@@ -52,7 +52,9 @@ def node_parser(role: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="'smollm2-135m', a Hugging Face directory with safetensors, or a hub id"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="weights; the KV cache is fp32 for fp32, else bf16")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="fp32", help="weights; the KV cache is fp32 for fp32, else bf16"
+    )
     parser.add_argument(
         "--backend", choices=_BACKENDS, default="auto", help="what computes; auto: native if a C++ compiler works"
     )

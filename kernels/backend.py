@@ -44,7 +44,8 @@ class Backend(Protocol):
         """Take over a weight of ``shape`` (outputs, inputs), given as consecutive runs of its rows.
 
         ``parts`` is consumed one by one, so that only one need exist at a time; they may be of any float type.
-        Weights packed in the order of their use are read best. ``bias``: float32 ``[outputs]``. With ``gate_up`` the first half of the rows are gates, the second half ups.
+        Weights packed in the order of their use are read best. ``bias``: float32 ``[outputs]``. With ``gate_up`` the
+        first half of the rows are gates, the second half ups.
         """
         ...
 
@@ -61,7 +62,7 @@ class Backend(Protocol):
         ...
 
     def linear_silu_mul(self, x: Tensor, weight: Any, out: Tensor) -> None:
-        """``out = silu(x @ gate.T) * (x @ up.T)``, of a weight packed with ``gate_up``. ``out``: ``[num_rows, ups]``."""
+        """``out = silu(x @ gate.T) * (x @ up.T)``, of a weight packed with ``gate_up``."""
         ...
 
     def rms_norm(

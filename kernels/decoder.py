@@ -35,8 +35,8 @@ class DecoderLayer:
 class DecoderStep:
     """One batch on its way through the layers.
 
-    ``x``: float32 ``[num_rows, hidden_size]``, the residual stream, changed in place. ``hidden``, ``qkv``, ``attended``,
-    ``inner``: buffers of as many rows. ``positions``, ``slots``: int64 ``[num_rows]``. ``angles``: see
+    ``x``: float32 ``[num_rows, hidden_size]``, the residual stream, changed in place. ``hidden``, ``qkv``,
+    ``attended``, ``inner``: buffers of as many rows. ``positions``, ``slots``: int64 ``[num_rows]``. ``angles``: see
     :func:`kernels.reference.rope_tables`. ``plan``: of the backend's own making. All tensors are contiguous.
     """
 

@@ -224,10 +224,16 @@ class Reference:
     """The operations above as a :class:`kernels.backend.Backend`."""
 
     name = "reference"
-    key_order: Literal["token_major"] = "token_major"
+    key_order: KeyOrder = "token_major"
 
     def pack(
-        self, parts: Iterable[Tensor], shape: tuple[int, int], kind: str, bias: Tensor | None, *, gate_up: bool
+        self,
+        parts: Iterable[Tensor],
+        shape: tuple[int, int],
+        kind: str,
+        bias: Tensor | None,
+        *,
+        gate_up: bool,  # noqa: ARG002
     ) -> Linear | Bfloat16Linear | Int8Linear:
         """See :class:`kernels.backend.Backend`."""
         held = list(parts)
@@ -304,9 +310,7 @@ class Reference:
             for i in range(len(spans.num_rows))
         )
 
-    def attention(
-        self, qkv: Tensor, pool: Tensor, layer: int, plan: Sequence[AttentionSpan], out: Tensor
-    ) -> None:
+    def attention(self, qkv: Tensor, pool: Tensor, layer: int, plan: Sequence[AttentionSpan], out: Tensor) -> None:
         """See :class:`kernels.backend.Backend`."""
         head_dim = pool.shape[5]
         q = qkv[:, : out.shape[1]].view(len(qkv), -1, head_dim)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import Array, addressof, byref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,13 +19,14 @@ from torch import Tensor
 from kernels.cpu.arena import Arena
 from kernels.cpu.library import Layer, Step, Weight, load_library
 from kernels.decoder import DecoderLayer, DecoderStep
-from kernels.reference import quantize_rows
+from kernels.reference import KeyOrder, quantize_rows
 from kernels.spans import Int32Array, Spans
 
 _KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _POOL_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1}
 _ITEM_ROWS: Final = 48  # rows (tokens times heads of a group) of a work item: enough arithmetic for each key read
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
@@ -62,10 +63,13 @@ class Native:
     """
 
     name = "native"
-    key_order: Literal["dim_major"] = "dim_major"
+    key_order: KeyOrder = "dim_major"
 
     def __init__(self, library: Path, threads: int) -> None:
-        """``library`` from :func:`kernels.cpu.build.build`; ``threads`` of each call. Raises OSError if it cannot load."""
+        """``library``: of :func:`kernels.cpu.build.build`; ``threads``: of each call.
+
+        Raises OSError if it cannot be loaded.
+        """
         self._lib = load_library(library)
         self._threads = threads
         self._panel: int = self._lib.baton_panel()
@@ -150,8 +154,8 @@ class Native:
 
     def _linear(self, x: Tensor, weight: PackedLinear, out: Tensor, add: int) -> None:
         (num_rows, num_inputs), num_outputs = x.shape, out.shape[1]
-        assert num_inputs == weight.num_inputs
-        assert num_outputs == weight.num_outputs
+        if (num_inputs, num_outputs) != (weight.num_inputs, weight.num_outputs):
+            raise ValueError(f"{x.shape} and {out.shape} for {weight.num_inputs} inputs, {weight.num_outputs} outputs")
         self._lib.baton_linear(
             weight.address, x.data_ptr(), x.stride(0), num_rows, out.data_ptr(), out.stride(0), add, self._threads
         )

@@ -84,7 +84,9 @@ def test_pickled_weights_are_never_opened(model_dir: Path, ops: Backend) -> None
         ({"model.norm.weight": torch.zeros(16, dtype=torch.int8)}, "I8"),
     ],
 )
-def test_weights_must_be_exactly_the_models(model_dir: Path, ops: Backend, change: dict[str, object], message: str) -> None:
+def test_weights_must_be_exactly_the_models(
+    model_dir: Path, ops: Backend, change: dict[str, object], message: str
+) -> None:
     named = {name: value for name, value in (tensors() | change).items() if value is not None}
     save_file(named, model_dir / "model.safetensors")
     with pytest.raises(ModelFilesError, match=message):
