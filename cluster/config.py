@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 ENV_REDIS_URL = "BATON_REDIS_URL"
 ENV_SECRET = "BATON_SECRET"  # noqa: S105 - the name of a variable, not a secret
 ENV_CACHE = "BATON_CACHE"
+ENV_CXX = "CXX"
 ENV_LOG_LEVEL = "BATON_LOG_LEVEL"
 ENV_PARENT_PID = "BATON_PARENT_PID"
 MIN_SECRET_BYTES = 16
@@ -56,6 +57,12 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "baton"
+
+
+def compilers() -> tuple[str, ...]:
+    """C++ compilers to try in turn: ``$CXX`` if set, then the usual names."""
+    own = os.environ.get(ENV_CXX)
+    return (*((own,) if own else ()), "g++", "clang++", "c++")
 
 
 def log_level() -> str:

@@ -13,13 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import BlockLayout
+from kernels.reference import KeyOrder, kv_views
+from kvtransfer.layout import DIM_MAJOR, TOKEN_MAJOR, BlockLayout
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KEY_ORDERS: Final[dict[str, KeyOrder]] = {TOKEN_MAJOR: "token_major", DIM_MAJOR: "dim_major"}
 
 
 class KVCache:
-    """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, on the CPU, zero at first."""
+    """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, on the CPU, zero at first.
+
+    ``keys`` and ``values`` are views ``[num_blocks, num_layers, num_kv_heads, block_size, head_dim]``, whatever the
+    layout's ``key_order``: with ``dim_major`` keys lie as ``[head_dim, block_size]`` inside ``pool``.
+    """
 
     def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
         """Takes address space only; memory is taken block by block as it is first written.
@@ -34,6 +40,7 @@ class KVCache:
             memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
         flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
         self.pool: Tensor = flat.view(num_blocks, *layout.block_shape)
+        self.keys, self.values = kv_views(self.pool, _KEY_ORDERS[layout.key_order])
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """The same memory as uint8 ``[num_blocks, block_bytes]``; writes show on both sides."""
@@ -45,4 +52,5 @@ class KVCache:
 
         A block that is sent half full would otherwise carry the bytes of the request that had it before.
         """
-        self.pool[block_id, :, :, :, from_offset:] = 0
+        for view in (self.keys, self.values):
+            view[block_id, :, :, from_offset:] = 0

@@ -6,20 +6,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (torch's own spelling)
 from torch import Tensor
 
 from engine.model_config import ModelConfig, RopeConfig
-from engine.weights import LayerWeights, ModelWeights
-from kernels.reference import (
-    AttentionSpan,
-    apply_rope,
-    paged_attention,
-    rms_norm,
-    rope_tables,
-    silu_mul,
-    store_kv,
-)
+from engine.weights import ModelWeights
+from kernels.decoder import DecoderStep
+from kernels.reference import rope_tables
+from kernels.spans import Spans
+from kvtransfer.layout import BlockLayout
+
+_FIRST_ROWS = 64  # buffers are made for so many rows at first and doubled as needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +30,76 @@ class ForwardBatch:
     positions: Tensor
     slots: Tensor
     sample_rows: Tensor
-    spans: tuple[AttentionSpan, ...]
+    spans: Spans
 
 
 class LlamaModel:
-    """Stateless between calls: everything remembered of a sequence is in the pool."""
+    """Everything remembered of a sequence is in the pool; what is kept between calls are buffers."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
         frequencies = inverse_frequencies(config.rope, config.head_dim)
-        self._cos, self._sin = rope_tables(frequencies, config.max_positions)
+        self._stack = weights.ops.stack(weights.layers)
+        self._angles = rope_tables(frequencies, config.max_positions)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._residual = _Buffer(config.hidden_size)
+        self._hidden = _Buffer(config.hidden_size)
+        self._qkv = _Buffer(queries + 2 * keys)
+        self._attended = _Buffer(queries)
+        self._inner = _Buffer(config.intermediate_size)
+        self._logits = _Buffer(config.vocab_size)
+
+    def kv_layout(self, block_size: int) -> BlockLayout:
+        """Layout of the KV blocks that this model reads and writes."""
+        return self.config.kv_layout(block_size, self.weights.dtype, self.weights.ops.key_order)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: Tensor) -> Tensor:
         """Compute the batch, write its keys and values into ``pool``, return logits.
 
-        ``pool``: as ``KVCache.pool``, of the weights' dtype. Returns float32 ``[num_sample_rows, vocab_size]``; a model
-        that only prefills (no sample rows) returns an empty tensor without touching the vocabulary.
+        ``pool``: as ``KVCache.pool``, of :meth:`kv_layout`. Returns float32 ``[num_sample_rows, vocab_size]``, a buffer
+        that the next call overwrites; a model that only prefills (no sample rows) returns an empty tensor without
+        touching the vocabulary.
         """
-        config, weights = self.config, self.weights
-        x = F.embedding(batch.token_ids, weights.embedding)
-        for index, layer in enumerate(weights.layers):
-            x = x + self._attention(rms_norm(x, layer.input_norm, config.rms_eps), index, layer, batch, pool)
-            hidden = rms_norm(x, layer.post_norm, config.rms_eps)
-            x = x + layer.down(silu_mul(layer.gate_up(hidden)))
-        if batch.sample_rows.numel() == 0:
-            return torch.empty(0, config.vocab_size)
-        last = rms_norm(x[batch.sample_rows], weights.final_norm, config.rms_eps)
-        return weights.lm_head(last).float()
+        config, weights, ops = self.config, self.weights, self.weights.ops
+        num_rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
+        x = self._residual.rows(num_rows)
+        ops.embed(batch.token_ids, weights.embedding, x)
+        step = DecoderStep(
+            x=x,
+            hidden=self._hidden.rows(num_rows),
+            qkv=self._qkv.rows(num_rows),
+            attended=self._attended.rows(num_rows),
+            inner=self._inner.rows(num_rows),
+            positions=batch.positions,
+            slots=batch.slots,
+            angles=self._angles,
+            eps=config.rms_eps,
+            pool=pool,
+            plan=ops.plan(batch.spans, config.num_heads, config.num_kv_heads),
+        )
+        ops.run(self._stack, step)
+        logits = self._logits.rows(num_samples)
+        if num_samples:
+            last = self._hidden.rows(num_samples)
+            ops.rms_norm(x, weights.final_norm, config.rms_eps, last, rows=batch.sample_rows)
+            ops.linear(last, weights.lm_head, logits)
+        return logits
 
-    def _attention(self, x: Tensor, index: int, layer: LayerWeights, batch: ForwardBatch, pool: Tensor) -> Tensor:
-        config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, config.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            q = rms_norm(q, layer.query_norm, config.rms_eps)
-            k = rms_norm(k, layer.key_norm, config.rms_eps)
-        if config.rope_layers[index]:
-            q, k = apply_rope(q, k, batch.positions, self._cos, self._sin)
-        store_kv(pool, index, k, v, batch.slots)
-        output = paged_attention(q, pool, index, batch.spans)
-        return layer.output(output.view(-1, heads * config.head_dim))
+
+class _Buffer:
+    """Rows of float32 that are made once and grow when a batch is larger than any before."""
+
+    def __init__(self, size: int) -> None:
+        self._all = torch.empty(0, size)
+
+    def rows(self, count: int) -> Tensor:
+        """``[count, size]`` of whatever was left there."""
+        if count > len(self._all):
+            capacity = max(_FIRST_ROWS, 1 << (count - 1).bit_length())
+            self._all = torch.empty(capacity, self._all.shape[1])
+        return self._all[:count]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

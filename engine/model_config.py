@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from cluster.model_store import ModelFilesError, read_config, read_raw_config
-from kvtransfer.layout import BlockLayout
+from kvtransfer.layout import TOKEN_MAJOR, BlockLayout
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "int8"]  # of the weights
 
 SUPPORTED: Final = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 _ROPE_THETA: Final = {"smollm3": 2_000_000.0}  # where config.json may leave it out
@@ -92,14 +92,16 @@ class ModelConfig:
             )
         return config
 
-    def kv_layout(self, block_size: int, dtype: Dtype = "float32") -> BlockLayout:
-        """Layout of this model's KV blocks of ``block_size`` tokens."""
+    def kv_layout(self, block_size: int, dtype: Dtype = "float32", key_order: str = TOKEN_MAJOR) -> BlockLayout:
+        """Layout of this model's KV blocks of ``block_size`` tokens, for weights of ``dtype``."""
         return BlockLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
-            dtype=dtype,
+            # Eight bits would need scales in the blocks; what int8 weights lose is more than bfloat16 does.
+            dtype="float32" if dtype == "float32" else "bfloat16",
+            key_order=key_order,
         )
 
     @property

@@ -17,7 +17,8 @@ from cluster.config import (
 # Exit status of a node that must start again under a new epoch (EX_TEMPFAIL).
 RESTART = 75
 
-_DTYPES = ("fp32", "bf16")
+_DTYPES = ("fp32", "bf16", "int8")
+_BACKENDS = ("auto", "native", "reference")
 _TRANSPORTS = ("ucx", "tcp")
 
 
@@ -28,6 +29,7 @@ class NodeConfig:
     cluster: ClusterConfig
     model: str
     dtype: str
+    backend: str
     block_size: int
     kv_blocks: int | None
     kv_memory_bytes: int
@@ -50,7 +52,12 @@ def node_parser(role: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="'smollm2-135m', a Hugging Face directory with safetensors, or a hub id"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="fp32", help="weights and KV cache")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="fp32", help="weights; the KV cache is fp32 for fp32, else bf16"
+    )
+    parser.add_argument(
+        "--backend", choices=_BACKENDS, default="auto", help="what computes; auto: native if a C++ compiler works"
+    )
     pool = parser.add_argument_group("KV cache")
     pool.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="tokens in a KV block")
     pool.add_argument("--kv-blocks", type=int, metavar="N", help="blocks in the pool (default: from --kv-memory-gb)")
@@ -107,6 +114,7 @@ def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
         cluster=cluster_config(args, role),
         model=args.model,
         dtype=args.dtype,
+        backend=args.backend,
         block_size=args.block_size,
         kv_blocks=args.kv_blocks,
         kv_memory_bytes=int(args.kv_memory_gb * 1e9),

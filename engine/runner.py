@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from engine.kv_cache import KVCache
 from engine.model import ForwardBatch, LlamaModel
 from engine.sampler import sample
 from engine.step import FailedSequence, SampledToken, SequenceChunk, StepPlan, StepResult
-from kernels.reference import attention_span
+from kernels.spans import Spans
 
 
 class ModelRunner:
@@ -21,7 +22,7 @@ class ModelRunner:
 
     def __init__(self, model: LlamaModel, cache: KVCache) -> None:
         """Raises ValueError if the cache is not laid out for the model."""
-        expected = model.config.kv_layout(cache.layout.block_size, model.weights.dtype)
+        expected = model.kv_layout(cache.layout.block_size)
         if cache.layout != expected:
             raise ValueError(f"cache layout {cache.layout} does not fit the model's {expected}")
         self.model = model
@@ -85,28 +86,34 @@ class ModelRunner:
         return None
 
     def _batch(self, chunks: Sequence[SequenceChunk]) -> ForwardBatch:
-        block_size = self.cache.layout.block_size
-        token_ids: list[int] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        spans = []
-        sample_rows: list[int] = []
-        for chunk in chunks:
-            first_row, count = len(token_ids), len(chunk.token_ids)
-            token_ids.extend(chunk.token_ids)
-            own = np.arange(chunk.start, chunk.position)
-            table = np.array(chunk.block_table[: -(-chunk.position // block_size)], dtype=np.int64)
-            positions.append(own)
-            slots.append(table[own // block_size] * block_size + own % block_size)
-            spans.append(attention_span(first_row, count, chunk.position, torch.from_numpy(table)))
-            if chunk.sampling is not None:
-                sample_rows.append(len(token_ids) - 1)
+        block_size, count = self.cache.layout.block_size, len(chunks)
+        num_rows = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
+        context_lens = np.fromiter((chunk.position for chunk in chunks), np.int32, count)
+        num_blocks = -(-context_lens // block_size)
+        table_starts = np.concatenate(([0], np.cumsum(num_blocks)))
+        tables = (chunk.block_table[:used] for chunk, used in zip(chunks, num_blocks.tolist(), strict=True))
+        block_ids = np.fromiter(chain.from_iterable(tables), np.int64, int(table_starts[-1]))
+        ends = np.cumsum(num_rows)
+        first_rows = ends - num_rows
+        # Row r of the batch is position r + shift of its sequence.
+        shift = np.repeat(context_lens - ends, num_rows)
+        positions = np.arange(len(shift)) + shift
+        blocks = block_ids[np.repeat(table_starts[:-1], num_rows) + positions // block_size]
+        sampled = np.fromiter((chunk.sampling is not None for chunk in chunks), np.bool_, count)
         return ForwardBatch(
-            token_ids=torch.tensor(token_ids),
-            positions=torch.from_numpy(np.concatenate(positions)),
-            slots=torch.from_numpy(np.concatenate(slots)),
-            sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
-            spans=tuple(spans),
+            token_ids=torch.from_numpy(
+                np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, len(positions))
+            ),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(blocks * block_size + positions % block_size),
+            sample_rows=torch.from_numpy((ends - 1)[sampled].astype(np.int64)),
+            spans=Spans(
+                first_rows.astype(np.int32),
+                num_rows,
+                context_lens,
+                table_starts.astype(np.int32),
+                block_ids.astype(np.int32),
+            ),
         )
 
 

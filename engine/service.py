@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.channel import Channel
-from cluster.config import ConfigError
+from cluster.config import ConfigError, cache_dir, compilers
 from cluster.directory import PrefixPublisher
 from cluster.membership import Membership, MembershipError, NodeRecord, Role
 from cluster.model_store import resolve_model, weights_id
@@ -26,12 +28,13 @@ from engine.node_config import NodeConfig
 from engine.node_http import NodeView, serve_http
 from engine.runner import ModelRunner
 from engine.weights import load_weights
+from kernels.backend import Backend, BackendError, select
 from kvtransfer.plane import KVPlane
 from kvtransfer.select import open_plane
 
 log = logging.getLogger(__name__)
 
-DTYPES: dict[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES: dict[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
 STOP_GRACE_S = 5.0
 
 
@@ -139,6 +142,25 @@ async def _registered(config: NodeConfig, record: NodeRecord, pool: BlockPool) -
         await membership.close()
 
 
+def memory_use() -> tuple[int, int]:
+    """Bytes of this process in memory now, and the most there ever were."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux
+        resident = peak
+    return resident, peak
+
+
+def _select_backend(config: NodeConfig) -> Backend:
+    try:
+        return select(
+            "cpu", config.backend, cache_dir=cache_dir() / "kernels", threads=config.threads, compilers=compilers()
+        )
+    except BackendError as error:
+        raise ConfigError(f"--backend {config.backend}: {error}") from error
+
+
 def _load_engine(config: NodeConfig) -> _Engine:
     import torch
 
@@ -147,13 +169,22 @@ def _load_engine(config: NodeConfig) -> _Engine:
     files = resolve_model(config.model)
     model_config = ModelConfig.from_directory(files.directory)
     dtype = DTYPES[config.dtype]
-    layout = model_config.kv_layout(config.block_size, dtype)
+    ops = _select_backend(config)
+    weights = load_weights(files.directory, model_config, ops, dtype)
+    layout = model_config.kv_layout(config.block_size, dtype, ops.key_order)
     max_model_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     num_blocks = config.kv_blocks or max(1, config.kv_memory_bytes // layout.block_bytes)
-    weights = load_weights(files.directory, model_config, dtype)
     cache = KVCache(layout, num_blocks)
     runner = ModelRunner(LlamaModel(model_config, weights), cache)
-    log.info("%s loaded in %.1f s", files.served_name, time.monotonic() - began)
+    log.info(
+        "%s loaded in %.1f s on the %s backend as %s; %.0f MB resident, %.0f MB at most",
+        files.served_name,
+        time.monotonic() - began,
+        ops.name,
+        config.dtype,
+        *(num_bytes / 1e6 for num_bytes in memory_use()),
+    )
     log.info("warmed up in %.1f s with %d threads", runner.warm_up(), config.threads)
-    fingerprint = layout.fingerprint(weights_id(files.directory), model_config.tag)
+    # Weights of another type make other keys and values, though the blocks may look the same.
+    fingerprint = layout.fingerprint(weights_id(files.directory), f"{model_config.tag},weights={dtype}")
     return _Engine(runner, cache, fingerprint, max_model_len)

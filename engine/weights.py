@@ -1,6 +1,7 @@
 """Loads a model's weights from safetensors, checked name by name and shape by shape before anything is read.
 
 Only safetensors: pickled files can run code. Only tensors: no code of the model's own, no transformers.
+Tensors are read and packed one by one: a second copy of the weights never exists.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cluster.model_store import ModelFilesError, weight_files
-from engine.kv_cache import TORCH_DTYPES
 from engine.model_config import Dtype, ModelConfig
-from kernels.reference import Linear
+from kernels.backend import Backend
+from kernels.decoder import DecoderLayer
 
 _FILE_DTYPES: Final = ("F32", "F16", "BF16")
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -29,93 +30,105 @@ _NUM_NAMED: Final = 4  # names shown in an error
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. ``qkv`` yields queries, keys, values in this order; ``gate_up`` gate, then up."""
-
-    input_norm: Tensor
-    qkv: Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: Linear
-    post_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights, in one type. ``embedding`` may be the mapped file itself, shared between processes."""
+    """All weights, with the backend that packed them and can read them.
 
+    ``dtype`` is that of the linears. ``embedding`` keeps the file's type (float32 or bfloat16) and is the mapped file
+    itself, shared between processes; only rows that are looked up come into memory.
+    """
+
+    ops: Backend
     dtype: Dtype
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[DecoderLayer, ...]
     final_norm: Tensor
-    lm_head: Linear
+    lm_head: Any
 
 
-def load_weights(directory: Path, config: ModelConfig, dtype: Dtype = "float32") -> ModelWeights:
-    """Read, convert to ``dtype``, fuse and pack.
+def load_weights(directory: Path, config: ModelConfig, ops: Backend, dtype: Dtype = "float32") -> ModelWeights:
+    """Read, convert to ``dtype``, fuse and pack for ``ops``.
 
     Raises :class:`ModelFilesError` if weights are missing, pickled, quantised, malformed, or not exactly those of
     ``config``.
     """
     expected = _expected_shapes(config)
     with _open_all(directory) as files:
-        _check(files, expected, config)
-        reader = _Reader(files, TORCH_DTYPES[dtype])
-        embedding = reader.read(_EMBEDDING)
-        return ModelWeights(
-            dtype=dtype,
-            embedding=embedding,
-            layers=tuple(_load_layer(reader, config, index) for index in range(config.num_layers)),
-            final_norm=reader.read(_FINAL_NORM),
-            lm_head=Linear(embedding if config.tied_embeddings else reader.read(_LM_HEAD)),
-        )
+        _check({name: file for name, (_path, file) in files.items()}, expected, config)
+        paths = {name: path for name, (path, _file) in files.items()}
+    reader = _Reader(paths, expected, ops, dtype)
+    layers = tuple(_load_layer(reader, config, index) for index in range(config.num_layers))
+    embedding = reader.read(_EMBEDDING)
+    return ModelWeights(
+        ops=ops,
+        dtype=dtype,
+        embedding=embedding.float() if embedding.dtype == torch.float16 else embedding,
+        layers=layers,
+        final_norm=reader.vector(_FINAL_NORM),
+        # For a tied model packed from a mapping of its own, which goes; of the lookup table few rows are ever touched.
+        lm_head=reader.linear([_EMBEDDING if config.tied_embeddings else _LM_HEAD], bias=False),
+    )
 
 
-def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
+def _load_layer(reader: _Reader, config: ModelConfig, index: int) -> DecoderLayer:
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    return LayerWeights(
-        input_norm=reader.read(prefix + "input_layernorm.weight"),
-        qkv=reader.linear([attention + part for part in ("q_proj", "k_proj", "v_proj")], bias=config.qkv_bias),
-        query_norm=reader.read(attention + "q_norm.weight") if config.qk_norm else None,
-        key_norm=reader.read(attention + "k_norm.weight") if config.qk_norm else None,
-        output=reader.linear([attention + "o_proj"], bias=config.output_bias),
-        post_norm=reader.read(prefix + "post_attention_layernorm.weight"),
-        gate_up=reader.linear([mlp + "gate_proj", mlp + "up_proj"], bias=False),
-        down=reader.linear([mlp + "down_proj"], bias=False),
+    return DecoderLayer(
+        input_norm=reader.vector(prefix + "input_layernorm.weight"),
+        qkv=reader.linear([f"{attention}{part}_proj.weight" for part in "qkv"], bias=config.qkv_bias),
+        query_norm=reader.vector(attention + "q_norm.weight") if config.qk_norm else None,
+        key_norm=reader.vector(attention + "k_norm.weight") if config.qk_norm else None,
+        output=reader.linear([attention + "o_proj.weight"], bias=config.output_bias),
+        post_norm=reader.vector(prefix + "post_attention_layernorm.weight"),
+        gate_up=reader.linear([mlp + "gate_proj.weight", mlp + "up_proj.weight"], bias=False, gate_up=True),
+        down=reader.linear([mlp + "down_proj.weight"], bias=False),
+        rope=config.rope_layers[index],
     )
 
 
 class _Reader:
-    """Reads tensors by name as one dtype. Without conversion a tensor is a view of the mapped file."""
+    """Reads tensors by name and has the backend pack them.
 
-    def __init__(self, files: Mapping[str, Any], dtype: torch.dtype) -> None:
-        self._files = files
+    Each tensor is read through a mapping of its own, which goes with it. Through one mapping of the whole file every
+    page read would stay resident until the end: twice the weights.
+    """
+
+    def __init__(
+        self, paths: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], ops: Backend, dtype: Dtype
+    ) -> None:
+        self._paths = paths
+        self._shapes = shapes
+        self._ops = ops
         self._dtype = dtype
 
     def read(self, name: str) -> Tensor:
+        """As the file has it: a view of the mapped file."""
         try:
-            tensor: Tensor = self._files[name].get_tensor(name)
-        except SafetensorError as error:
+            with safe_open(self._paths[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
             raise ModelFilesError(f"cannot read {name}: {error}") from error
-        return tensor.to(self._dtype)
+        return tensor
 
-    def linear(self, names: list[str], *, bias: bool) -> Linear:
-        weight = self._joined(names, ".weight")
-        return Linear(weight, self._joined(names, ".bias") if bias else None)
+    def vector(self, name: str) -> Tensor:
+        """As float32, in memory of its own."""
+        return self.read(name).to(torch.float32, copy=True)
 
-    def _joined(self, names: list[str], suffix: str) -> Tensor:
-        parts = [self.read(name + suffix) for name in names]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def linear(self, names: list[str], *, bias: bool, gate_up: bool = False) -> Any:
+        shape = (sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1])
+        offset = torch.cat([self.vector(_bias_of(name)) for name in names]) if bias else None
+        parts = (self.read(name) for name in names)
+        return self._ops.pack(parts, shape, self._dtype, offset, gate_up=gate_up)
+
+
+def _bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
 
 
 @contextmanager
-def _open_all(directory: Path) -> Iterator[dict[str, Any]]:
-    """The open file that holds each tensor, by tensor name."""
+def _open_all(directory: Path) -> Iterator[dict[str, tuple[Path, Any]]]:
+    """The file that holds each tensor and its open handle, by tensor name."""
     with ExitStack() as stack:
-        owners: dict[str, Any] = {}
+        owners: dict[str, tuple[Path, Any]] = {}
         for path in weight_files(directory):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
@@ -124,7 +137,7 @@ def _open_all(directory: Path) -> Iterator[dict[str, Any]]:
             names = list(file.keys())
             if doubled := owners.keys() & names:
                 raise ModelFilesError(f"{path} repeats {_some(doubled)} of another file; an index file is missing")
-            owners.update(dict.fromkeys(names, file))
+            owners.update(dict.fromkeys(names, (path, file)))
         yield owners
 
 

@@ -1,7 +1,8 @@
 """How a KV pool is laid out, and the fingerprint two pools must share before blocks may move between them.
 
 The pool is one array ``[num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]`` in C order, so
-that a block, over all layers, is one contiguous run of ``block_bytes``: one message per block.
+that a block, over all layers, is one contiguous run of ``block_bytes``: one message per block. In key order
+``dim_major`` (native CPU kernels) the keys of a head lie as ``[head_dim, block_size]`` in the same bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Final
 from kvtransfer.errors import LayoutError
 
 WIRE_VERSION: Final = 1
+
+TOKEN_MAJOR: Final = "token_major"  # noqa: S105 - no secret
+DIM_MAJOR: Final = "dim_major"
 
 _ITEM_BYTES: Final = {
     "float32": 4,
@@ -29,7 +33,7 @@ class BlockLayout:
     """Shape of one block. ``block_size`` is in tokens; ``dtype`` is a torch dtype name without ``torch.``.
 
     ``key_order`` names the order of keys inside a block; pools that differ in it hold different bytes.
-    Raises `LayoutError` for an unknown dtype or a size that is not positive.
+    Raises `LayoutError` for an unknown dtype or key order, or a size that is not positive.
     """
 
     dtype: str
@@ -37,11 +41,13 @@ class BlockLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    key_order: str = "token_major"
+    key_order: str = TOKEN_MAJOR
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEM_BYTES:
             raise LayoutError(f"unknown dtype {self.dtype!r}; one of {', '.join(_ITEM_BYTES)}")
+        if self.key_order not in (TOKEN_MAJOR, DIM_MAJOR):
+            raise LayoutError(f"unknown key order {self.key_order!r}; {TOKEN_MAJOR} or {DIM_MAJOR}")
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) <= 0:
                 raise LayoutError(f"{name} must be positive, not {getattr(self, name)}")

@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 from cluster.model_store import DEMO_MODEL, ModelFilesError, resolve_model
+from kernels.backend import Backend
+from tests import backends
+
+
+@pytest.fixture(scope="module", params=backends.SERVING)
+def ops(request: pytest.FixtureRequest) -> Backend:
+    """Each backend in turn."""
+    return backends.make(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from cluster.request import RequestId, RequestKey, SamplingParams
 from engine.model import ForwardBatch
 from engine.runner import ModelRunner
 from engine.step import SequenceChunk, StepPlan
-from kernels.reference import attention_span
+from kernels.spans import Spans
 
 
 @dataclass
@@ -107,7 +107,7 @@ def all_logits(runner: ModelRunner, token_ids: Sequence[int], chunk_len: int, rn
             positions=positions,
             slots=table[positions // block_size] * block_size + positions % block_size,
             sample_rows=positions - start,
-            spans=(attention_span(0, end - start, end, table),),
+            spans=Spans.single(end - start, end, table.numpy()),
         )
-        rows.append(runner.model.forward(batch, runner.cache.pool))
+        rows.append(runner.model.forward(batch, runner.cache.pool).clone())
     return torch.cat(rows)

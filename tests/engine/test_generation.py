@@ -20,6 +20,7 @@ from engine.model import LlamaModel  # noqa: E402
 from engine.model_config import ModelConfig  # noqa: E402
 from engine.runner import ModelRunner  # noqa: E402
 from engine.weights import load_weights  # noqa: E402
+from kernels.backend import Backend  # noqa: E402
 
 EOS = 2
 MAX_TOKENS = 16
@@ -58,13 +59,13 @@ def reference(smollm2_dir: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def model(smollm2_dir: Path) -> LlamaModel:
+def model(smollm2_dir: Path, ops: Backend) -> LlamaModel:
     config = ModelConfig.from_directory(smollm2_dir)
-    return LlamaModel(config, load_weights(smollm2_dir, config))
+    return LlamaModel(config, load_weights(smollm2_dir, config, ops))
 
 
 def bench(model: LlamaModel, block_size: int, seed: int) -> Bench:
-    runner = ModelRunner(model, KVCache(model.config.kv_layout(block_size), 1600 // block_size))
+    runner = ModelRunner(model, KVCache(model.kv_layout(block_size), 1600 // block_size))
     return Bench(runner, random.Random(seed), EOS)
 
 

@@ -16,9 +16,10 @@ from stepping import all_logits  # noqa: E402
 
 from engine.kv_cache import KVCache  # noqa: E402
 from engine.model import LlamaModel  # noqa: E402
-from engine.model_config import ModelConfig  # noqa: E402
+from engine.model_config import Dtype, ModelConfig  # noqa: E402
 from engine.runner import ModelRunner  # noqa: E402
 from engine.weights import load_weights  # noqa: E402
+from kernels.backend import Backend  # noqa: E402
 
 SMALL = {
     "hidden_size": 48,
@@ -75,13 +76,13 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
     return tmp_path, model
 
 
-def load(directory: Path, block_size: int = 16) -> ModelRunner:
+def load(directory: Path, ops: Backend, block_size: int = 16, dtype: Dtype = "float32") -> ModelRunner:
     config = ModelConfig.from_directory(directory)
-    model = LlamaModel(config, load_weights(directory, config))
-    return ModelRunner(model, KVCache(config.kv_layout(block_size), 40))
+    model = LlamaModel(config, load_weights(directory, config, ops, dtype))
+    return ModelRunner(model, KVCache(model.kv_layout(block_size), 40))
 
 
-def test_logits_equal_hugging_face(family: tuple[Path, Any]) -> None:
+def test_logits_equal_hugging_face(family: tuple[Path, Any], ops: Backend) -> None:
     directory, reference = family
     rng = random.Random(1)
     token_ids = [rng.randrange(97) for _ in range(90)]
@@ -89,7 +90,7 @@ def test_logits_equal_hugging_face(family: tuple[Path, Any]) -> None:
         expected = reference(torch.tensor([token_ids])).logits[0]
     assert expected.std() > 0.3
     for chunk_len, block_size in ((90, 16), (13, 32), (1, 16)):
-        found = all_logits(load(directory, block_size), token_ids, chunk_len, rng)
+        found = all_logits(load(directory, ops, block_size), token_ids, chunk_len, rng)
         assert (found - expected).abs().max().item() < 1e-4 * max(1.0, expected.abs().max().item())
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
@@ -107,21 +108,23 @@ def test_old_spelling_of_rope_means_the_same(family: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"], indirect=True)
-def test_bfloat16_stays_near(family: tuple[Path, Any]) -> None:
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.05), ("int8", 0.1)])
+def test_narrow_weights_stay_near(family: tuple[Path, Any], ops: Backend, dtype: Dtype, limit: float) -> None:
     directory, reference = family
-    config = ModelConfig.from_directory(directory)
-    model = LlamaModel(config, load_weights(directory, config, "bfloat16"))
-    runner = ModelRunner(model, KVCache(config.kv_layout(16, "bfloat16"), 10))
+    runner = load(directory, ops, 16, dtype)
+    assert runner.cache.pool.dtype == torch.bfloat16
     token_ids = list(range(40))
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0]
     found = all_logits(runner, token_ids, 16, random.Random(2))
     assert found.dtype == torch.float32
-    assert (found - expected).abs().mean().item() < 0.05 * expected.std().item()
+    assert (found - expected).abs().mean().item() < limit * expected.std().item()
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
-def test_a_cache_of_another_layout_is_refused(family: tuple[Path, Any]) -> None:
-    runner = load(family[0])
-    with pytest.raises(ValueError, match="does not fit"):
-        ModelRunner(runner.model, KVCache(runner.model.config.kv_layout(16, "bfloat16"), 2))
+def test_a_cache_of_another_layout_is_refused(family: tuple[Path, Any], ops: Backend) -> None:
+    runner = load(family[0], ops)
+    other = "token_major" if ops.key_order == "dim_major" else "dim_major"
+    for layout in (runner.model.config.kv_layout(16, "bfloat16"), runner.model.config.kv_layout(16, key_order=other)):
+        with pytest.raises(ValueError, match="does not fit"):
+            ModelRunner(runner.model, KVCache(layout, 2))

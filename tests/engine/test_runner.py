@@ -17,16 +17,18 @@ from engine.model_config import ModelConfig  # noqa: E402
 from engine.runner import ModelRunner  # noqa: E402
 from engine.step import SequenceChunk, StepPlan  # noqa: E402
 from engine.weights import load_weights  # noqa: E402
+from kernels.backend import Backend  # noqa: E402
 
 GREEDY = SamplingParams(max_tokens=4)
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
+def runner(tmp_path: Path, ops: Backend) -> ModelRunner:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors(), tmp_path / "model.safetensors")
     config = ModelConfig.from_directory(tmp_path)
-    return ModelRunner(LlamaModel(config, load_weights(tmp_path, config)), KVCache(config.kv_layout(4), 20))
+    model = LlamaModel(config, load_weights(tmp_path, config, ops))
+    return ModelRunner(model, KVCache(model.kv_layout(4), 20))
 
 
 def key(name: str) -> RequestKey:

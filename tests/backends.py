@@ -1,0 +1,36 @@
+"""Every compute backend that can run here, by name."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from pathlib import Path
+
+import pytest
+
+from cluster.config import cache_dir
+from kernels.backend import Backend
+from kernels.cpu.build import COMPILERS, BuildError, build
+from kernels.cpu.native import Native
+from kernels.reference import Reference
+
+# The instruction sets that the one source must serve, as g++ names them. The narrowest stands in for NEON's width.
+_MARCH = {"native": "native", "native-avx2": "haswell", "native-narrow": "x86-64-v2"}
+NAMES = ("reference", *(_MARCH if platform.machine() == "x86_64" else ("native",)))
+SERVING = ("reference", "native")
+
+
+@functools.cache
+def library(name: str) -> Path:
+    """The built kernels; skips the test where there is no compiler, or no CPU, for them."""
+    if name == "native-avx2" and " avx2 " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AVX2")
+    try:
+        return build(cache_dir() / "kernels", COMPILERS, _MARCH[name])
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def make(name: str, threads: int = 1) -> Backend:
+    """A fresh backend. One thread: the bits are the same, and threads that spin are slow on a busy machine."""
+    return Reference() if name == "reference" else Native(library(name), threads)
