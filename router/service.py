@@ -27,6 +27,7 @@ from router.dispatch import Dispatcher, DispatchSettings
 from router.mailbox import Switchboard
 from router.metrics import Metrics
 from router.placement import Placer
+from router.protocol import BoundedHttpProtocol
 from router.queue import WaitingLine
 from router.registry import NodeRegistry
 from router.tokenizer import Tokenizer
@@ -139,6 +140,7 @@ async def _run(app: FastAPI, sock: socket.socket, plant: _Plant) -> None:
     server = _Server(
         uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",
