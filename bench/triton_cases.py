@@ -95,6 +95,15 @@ class PagedBatch:
             spans.append(reference.attention_span(first, rows, context, block_ids))
         return reference.paged_attention(self.q.float(), self.pool.float(), LAYER, spans)
 
+    def part(self, chunk: int, start: int, end: int) -> PagedBatch:
+        """Rows ``start .. end - 1`` of one chunk as a batch of their own, over the same pool."""
+        first, rows = int(self.first_rows[chunk]), int(self.row_counts[chunk])
+        numbers = [0, end - start, int(self.context_lens[chunk]) - rows + end]
+        first_rows, counts, contexts = torch.tensor(numbers, dtype=torch.int32, device=self.pool.device).split(1)
+        own = self.qkv[first + start : first + end]
+        tables = self.block_tables[chunk : chunk + 1]
+        return PagedBatch(self.heads, self.pool, own, first_rows, counts, contexts, tables)
+
     def prefill(self) -> Tensor:
         """`paged_prefill` of the batch."""
         out = torch.full_like(self.q, float("nan"), memory_format=torch.contiguous_format)
@@ -134,8 +143,8 @@ def paged_batch(
     first_rows = counts.cumsum(0, dtype=torch.int32) - counts
     width = heads.num_heads + 2 * heads.num_kv_heads
     qkv = torch.randn(int(counts.sum()), width, heads.head_dim, device=device).to(dtype)
-    index = (one.to(device) for one in (first_rows, counts, contexts, tables))
-    return PagedBatch(heads, pool, qkv, *index)
+    first_rows, counts, contexts, tables = (one.to(device) for one in (first_rows, counts, contexts, tables))
+    return PagedBatch(heads, pool, qkv, first_rows, counts, contexts, tables)
 
 
 def attention(

@@ -104,7 +104,12 @@ def recording(target: str) -> Iterator[list[tuple[str, Any]]]:
         del warmup
         # Kernels are cached by device number, which all targets share.
         self.device_caches.clear()
-        compiled.append((self.fn.__name__.removeprefix("_").removesuffix("_kernel"), launch(self, *args, grid=grid, warmup=True, **options)))
+        compiled.append(
+            (
+                self.fn.__name__.removeprefix("_").removesuffix("_kernel"),
+                launch(self, *args, grid=grid, warmup=True, **options),
+            )
+        )
 
     triton.runtime.driver.set_active(_StubDriver(TARGETS[target].gpu))
     JITFunction.run = compile_only
@@ -182,9 +187,10 @@ def table(builds: Sequence[KernelBuild]) -> str:
 
 
 def write_report(builds: Sequence[KernelBuild], folder: Path) -> None:
-    """Write ``build_report.json`` (a list of `KernelBuild`) and ``build_report.md`` (the table) into ``folder``."""
+    """Write ``build_report.json`` (every `KernelBuild` and its defect) and ``build_report.md`` (the table)."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build_report.json").write_text(json.dumps([asdict(one) for one in builds], indent=1) + "\n")
+    rows = [asdict(one) | {"defect": one.defect} for one in builds]
+    (folder / "build_report.json").write_text(json.dumps(rows, indent=1) + "\n")
     (folder / "build_report.md").write_text(table(builds))
 
 

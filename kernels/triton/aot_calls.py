@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -33,7 +34,11 @@ class Call:
 def calls(*, all_types: bool) -> list[Call]:
     """Every launcher in bfloat16; with ``all_types`` also in float16 and float32."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if all_types else (torch.bfloat16,)
-    found = [Call("bytes", _gather), Call("bytes", _scatter)]
+    block_ids, (pool, staging) = torch.arange(2), _zeros(torch.bfloat16, 2, 2, 2, 2, 3, _BLOCK_SIZE, 64)
+    found = [
+        Call("gather", partial(gather_blocks, pool, block_ids, staging)),
+        Call("scatter", partial(scatter_blocks, staging, block_ids, pool)),
+    ]
     for dtype in dtypes:
         found += _row_calls(dtype)
         # Multi-head, grouped and multi-query attention: heads and the KV heads they share.
@@ -48,12 +53,11 @@ def calls(*, all_types: bool) -> list[Call]:
 def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
     name = _NAMES[dtype]
     for size in (576, 4096, 16384):
-        x, residual, weight = _zeros(dtype, _TOKENS, size), _zeros(dtype, _TOKENS, size), _zeros(dtype, size)
-        yield Call(f"{name} {size}", lambda x=x, w=weight: rms_norm(x, w, 1e-5, x))
-        yield Call(f"{name} {size} add", lambda x=x, r=residual, w=weight: add_rms_norm(x, r, w, 1e-5, x))
+        x, weight = _zeros(dtype, _TOKENS, size), _zeros(dtype, size)
+        yield Call(f"{name} {size}", partial(rms_norm, x, weight, 1e-5, x))
+        yield Call(f"{name} {size} add", partial(add_rms_norm, x, torch.zeros_like(x), weight, 1e-5, x))
     for size in (1536, 14336):
-        gate_up, out = _zeros(dtype, _TOKENS, 2 * size), _zeros(dtype, _TOKENS, size)
-        yield Call(f"{name} {size}", lambda g=gate_up, o=out: silu_mul(g, o))
+        yield Call(f"{name} {size}", partial(silu_mul, _zeros(dtype, _TOKENS, 2 * size), _zeros(dtype, _TOKENS, size)))
 
 
 def _attention_calls(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_heads: int) -> Iterator[Call]:
@@ -68,25 +72,10 @@ def _attention_calls(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_h
     tables = torch.zeros(_TOKENS, 512, dtype=torch.int32)
     ones = torch.ones(_TOKENS, dtype=torch.int32)
     workspace = DecodeWorkspace(_TOKENS, num_heads, head_dim, 512 * _BLOCK_SIZE, "cpu")
-    yield Call(variant, lambda: apply_rope(q, k, positions, angles, angles, q, k))
-    yield Call(variant, lambda: store_kv(pool, 1, k, v, slots))
-    yield Call(variant, lambda: paged_prefill(q, pool, 1, ones, ones, ones, tables, 1, out))
-    yield Call(variant, lambda: paged_decode(q, pool, 1, ones, ones, tables, workspace, out))
-
-
-def _gather() -> None:
-    pool, staging, block_ids = _blocks()
-    gather_blocks(pool, block_ids, staging)
-
-
-def _scatter() -> None:
-    pool, staging, block_ids = _blocks()
-    scatter_blocks(staging, block_ids, pool)
-
-
-def _blocks() -> tuple[Tensor, Tensor, Tensor]:
-    shape = (2, 2, 2, 3, _BLOCK_SIZE, 64)
-    return _zeros(torch.bfloat16, *shape), _zeros(torch.bfloat16, *shape), torch.arange(2)
+    yield Call(variant, partial(apply_rope, q, k, positions, angles, angles, q, k))
+    yield Call(variant, partial(store_kv, pool, 1, k, v, slots))
+    yield Call(variant, partial(paged_prefill, q, pool, 1, ones, ones, ones, tables, 1, out))
+    yield Call(variant, partial(paged_decode, q, pool, 1, ones, ones, tables, workspace, out))
 
 
 def _zeros(dtype: torch.dtype, *shape: int) -> Tensor:

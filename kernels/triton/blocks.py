@@ -40,9 +40,9 @@ def _copy_blocks_kernel(
 def gather_blocks(pool: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     """``staging[i] = pool[block_ids[i]]``, bit for bit.
 
-    ``pool``: ``[num_blocks, ...]``; ``staging``: ``[num_ids, ...]`` of the pool's type and block shape; both contiguous.
-    ``block_ids``: int64 ``[num_ids]``, not checked against ``num_blocks`` (they are on the device). Raises ValueError
-    for other shapes and types.
+    ``pool``: ``[num_blocks, ...]``; ``staging``: ``[num_ids, ...]`` of the pool's type and block shape; both are
+    contiguous. ``block_ids``: int64 ``[num_ids]``, not checked against ``num_blocks`` (they are on the device).
+    Raises ValueError for other shapes and types.
     """
     _copy(pool, block_ids, staging, gather=True)
 

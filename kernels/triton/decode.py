@@ -148,9 +148,9 @@ def paged_decode(
     entry, whose row of ``out`` is left alone, as are rows of no sequence.
 
     ``q``, ``out``: ``[num_tokens, num_heads, head_dim]``, rows may be apart; ``pool``: as `store_kv`; ``rows``,
-    ``context_lens``: int32 ``[num_sequences]``; ``block_tables``: int32 ``[num_sequences, max_blocks]``. Raises ValueError
-    for wrong shapes and types and for a workspace that is too small; what the index tensors hold is not checked (it
-    is on the device): no length may be over ``workspace.max_context``.
+    ``context_lens``: int32 ``[num_sequences]``; ``block_tables``: int32 ``[num_sequences, max_blocks]``. Raises
+    ValueError for wrong shapes and types and for a workspace that is too small; what the index tensors hold is not
+    checked (it is on the device): no length may be over ``workspace.max_context``.
     """
     num_kv_heads, block_size, head_dim = require_pool(pool, layer, q.dtype)
     num_heads = require_heads("q", q, q.shape[0], head_dim, pool.dtype)

@@ -19,8 +19,8 @@ PADDING_SLOT = -1  # `store_kv` does not write it
 class DecodeInputs:
     """What changes from one decode step to the next, one entry for each sequence.
 
-    ``token_ids``, ``positions``, ``slots``: int64 ``[num_sequences]``; ``context_lens``: int32 ``[num_sequences]``, 0 for
-    padding; ``block_tables``: int32 ``[num_sequences, max_blocks]``, with the meanings of `store_kv` and `paged_decode`.
+    ``token_ids``, ``positions``, ``slots``: int64 ``[num_sequences]``; ``context_lens``: int32 ``[num_sequences]``, 0
+    for padding; ``block_tables``: int32 ``[num_sequences, max_blocks]``. Meanings as in `store_kv` and `paged_decode`.
     """
 
     token_ids: Tensor
@@ -32,10 +32,10 @@ class DecodeInputs:
     @classmethod
     def padding(cls, num_sequences: int, max_blocks: int, device: torch.device | str) -> DecodeInputs:
         """A batch of nothing: a step on it reads no key and writes none."""
-        ids = torch.zeros(3, num_sequences, dtype=torch.int64, device=device)
-        ids[2] = PADDING_SLOT
-        lens = torch.zeros(num_sequences, dtype=torch.int32, device=device)
-        return cls(*ids.unbind(0), lens, torch.zeros(num_sequences, max_blocks, dtype=torch.int32, device=device))
+        ids, positions = torch.zeros(2, num_sequences, dtype=torch.int64, device=device).unbind(0)
+        slots = torch.full_like(ids, PADDING_SLOT)
+        tables = torch.zeros(num_sequences, max_blocks, dtype=torch.int32, device=device)
+        return cls(ids, positions, slots, torch.zeros(num_sequences, dtype=torch.int32, device=device), tables)
 
     def first(self, num_sequences: int) -> DecodeInputs:
         """The same memory's first entries."""

@@ -109,10 +109,10 @@ def paged_prefill(
     ``context_lens[i]`` positions, all of whose keys and values are stored. Rows of no chunk are left alone in ``out``.
 
     ``q``, ``out``: ``[num_tokens, num_heads, head_dim]``, rows may be apart; ``pool``: as `store_kv`; ``first_rows``,
-    ``row_counts``, ``context_lens``: int32 ``[num_chunks]``; ``block_tables``: int32 ``[num_chunks, max_blocks]``, entry
-    ``j`` being the block of positions ``j * block_size`` and on; ``max_rows``: at least the largest row count. A row's
-    result does not depend on the other chunks, nor on where its own chunk begins. Raises ValueError for wrong
-    shapes and types; what the index tensors hold is not checked (it is on the device).
+    ``row_counts``, ``context_lens``: int32 ``[num_chunks]``; ``block_tables``: int32 ``[num_chunks, max_blocks]``,
+    entry ``j`` being the block of positions ``j * block_size`` and on; ``max_rows``: at least the largest row count.
+    A row's result does not depend on the other chunks, nor on where its own chunk begins. Raises ValueError for
+    wrong shapes and types; what the index tensors hold is not checked (it is on the device).
     """
     num_kv_heads, block_size, head_dim = require_pool(pool, layer, q.dtype)
     num_heads = require_heads("q", q, q.shape[0], head_dim, pool.dtype)

@@ -65,9 +65,7 @@ def _rope_kernel(
         _rotate(source, target, token_cos, token_sin, num_kv_heads, HALF, KV_HEADS, PAIRS)
 
 
-def apply_rope(
-    q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor
-) -> None:
+def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor) -> None:
     """Rotate queries and keys by their positions, as `kernels.reference.apply_rope` but in float32 throughout.
 
     ``q``, ``out_q``: ``[num_tokens, num_heads, head_dim]``; ``k``, ``out_k``: ``[num_tokens, num_kv_heads, head_dim]``;

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import FUSED, next_power_of_2, require, require_heads, require_pool, require_tensor, row_warps
+from kernels.triton.launch import (
+    FUSED,
+    next_power_of_2,
+    require,
+    require_heads,
+    require_pool,
+    require_tensor,
+    row_warps,
+)
 
 
 @triton.jit
@@ -43,10 +51,10 @@ def _store_kv_kernel(
 def store_kv(pool: Tensor, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write keys and values of one layer into their slots: ``pool[slot / block_size, layer, :, :, slot % block_size]``.
 
-    ``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; ``k``, ``v``: ``[num_tokens, num_kv_heads,
-    head_dim]`` of its type, rows may be apart; ``slots``: int64 ``[num_tokens]``, all different. A negative slot is a
-    padding row of a graph's batch and is not written. Slots are not checked against ``num_blocks`` (they are on the
-    device). Raises ValueError for other shapes and types.
+    ``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; ``k``, ``v``: of its type,
+    ``[num_tokens, num_kv_heads, head_dim]``, rows may be apart; ``slots``: int64 ``[num_tokens]``, all different. A
+    negative slot is a padding row of a graph's batch and is not written. Slots are not checked against
+    ``num_blocks`` (they are on the device). Raises ValueError for other shapes and types.
     """
     num_kv_heads, block_size, head_dim = require_pool(pool, layer, k.dtype)
     num_tokens = slots.shape[0]

@@ -28,9 +28,9 @@ def attend_tile(
     """Online softmax: with ``s = q kᵀ scale``, ``peak' = max(peak, max s)`` and ``f = 2^(peak - peak')``,
     ``total' = total f + sum 2^(s - peak')`` and ``acc' = acc f + 2^(s - peak') v``. Returns the three.
 
-    ``q``: ``[rows, DIMS]``; row ``i`` may look at keys up to ``last_keys[i]``; ``keys``: ``[num_keys]`` positions, of which
-    those from ``end`` on are not read. ``cache`` points at the layer's keys of one KV head in block 0; ``table`` at
-    the sequence's block ids. ``scale`` includes ``log2(e)``. Every row must see a key before it sees none.
+    ``q``: ``[rows, DIMS]``; row ``i`` may look at keys up to ``last_keys[i]``; ``keys``: ``[num_keys]`` positions, of
+    which those from ``end`` on are not read. ``cache`` points at the layer's keys of one KV head in block 0;
+    ``table`` at the sequence's block ids. ``scale`` includes ``log2(e)``. A row's first tile must hold a key it sees.
 
     There is one path for whole and for partly visible tiles: two would be contracted differently by the compiler,
     and a row's bits would depend on where its chunk began. An invisible key adds an exact zero.
