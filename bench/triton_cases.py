@@ -125,10 +125,13 @@ class PagedBatch:
 def paged_batch(
     heads: Heads, dtype: torch.dtype, chunks: Sequence[tuple[int, int]], block_size: int, device: str = "cpu"
 ) -> PagedBatch:
-    """Random chunks, each of (rows, context length), their blocks scattered over the pool."""
+    """Random chunks, each of (rows, context length), their blocks scattered over the pool.
+
+    Block 0 is in no table: a kernel that reads past a table's end finds NaN there.
+    """
     table_lens = [-(-context // block_size) for _, context in chunks]
-    free = torch.randperm(sum(table_lens) + 3).tolist()
-    shape = (len(free), NUM_LAYERS, 2, heads.num_kv_heads, block_size, heads.head_dim)
+    free = (1 + torch.randperm(sum(table_lens) + 2)).tolist()
+    shape = (len(free) + 1, NUM_LAYERS, 2, heads.num_kv_heads, block_size, heads.head_dim)
     pool = torch.full(shape, float("nan"), dtype=dtype, device=device)
     tables = torch.zeros(len(chunks), max(table_lens), dtype=torch.int32)
     for index, ((_, context), length) in enumerate(zip(chunks, table_lens, strict=True)):

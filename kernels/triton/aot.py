@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,6 +198,10 @@ def write_report(builds: Sequence[KernelBuild], folder: Path) -> None:
     (folder / "build_report.md").write_text(table(builds))
 
 
+def _build_all(target: str, all_types: bool) -> list[KernelBuild]:
+    return build(target, calls(all_types=all_types))
+
+
 def main() -> int:
     """Build for the targets asked for; the exit code is 1 if a kernel spills or does not fit."""
     parser = argparse.ArgumentParser(description="compile the Triton kernels and report what they take")
@@ -201,8 +209,11 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all")
     parser.add_argument("--all-types", action="store_true", help="float16 and float32 as well as bfloat16")
     options = parser.parse_args()
-    selected = calls(all_types=options.all_types)
-    builds = [one for target in options.target or TARGETS for one in build(target, selected)]
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: there is nothing to compile")
+    targets = options.target or list(TARGETS)
+    with ProcessPoolExecutor(min(len(targets), os.cpu_count() or 1), get_context("spawn")) as pool:
+        builds = [one for some in pool.map(_build_all, targets, repeat(options.all_types)) for one in some]
     write_report(builds, options.out)
     return 1 if any(one.defect for one in builds) else 0
 

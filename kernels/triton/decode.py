@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import FUSED, padded, require, require_heads, require_pool, require_tensor, widens
+from kernels.triton.launch import FUSED, padded, require, require_attention, widens
 from kernels.triton.tile import attend_tile
 
 SPLIT_TOKENS: Final = 256
@@ -152,16 +152,11 @@ def paged_decode(
     ValueError for wrong shapes and types and for a workspace that is too small; what the index tensors hold is not
     checked (it is on the device): no length may be over ``workspace.max_context``.
     """
-    num_kv_heads, block_size, head_dim = require_pool(pool, layer, q.dtype)
-    num_heads = require_heads("q", q, q.shape[0], head_dim, pool.dtype)
-    require(require_heads("out", out, q.shape[0], head_dim, pool.dtype) == num_heads, "out is not like q")
-    require(num_heads % num_kv_heads == 0, f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
-    num_sequences = context_lens.shape[0]
-    require_tensor("rows", rows, (num_sequences,), torch.int32)
-    require_tensor("context_lens", context_lens, (num_sequences,), torch.int32)
-    require_tensor("block_tables", block_tables, (num_sequences, block_tables.shape[1]), torch.int32)
-    values, sums = workspace.values, workspace.sums
-    fits = values.shape[0] >= num_sequences and values.shape[1] == num_heads and values.shape[3] == head_dim
+    num_heads, num_kv_heads, block_size, head_dim = require_attention(
+        q, pool, layer, block_tables, out, rows=rows, context_lens=context_lens
+    )
+    num_sequences, values = block_tables.shape[0], workspace.values
+    fits = values.shape[0] >= num_sequences and values.shape[1::2] == (num_heads, head_dim)
     require(fits, f"a workspace of shape {list(values.shape)} does not fit")
     if num_sequences == 0:
         return
@@ -174,7 +169,7 @@ def paged_decode(
         q,
         pool,
         values,
-        sums,
+        workspace.sums,
         rows,
         context_lens,
         block_tables,
@@ -196,10 +191,10 @@ def paged_decode(
         num_warps=_warps(q.dtype, head_dim),
         **FUSED,
     )
-    _reduce(out, rows, context_lens, workspace)
+    _merge_splits(workspace, rows, context_lens, out)
 
 
-def _reduce(out: Tensor, rows: Tensor, context_lens: Tensor, workspace: DecodeWorkspace) -> None:
+def _merge_splits(workspace: DecodeWorkspace, rows: Tensor, context_lens: Tensor, out: Tensor) -> None:
     num_heads, max_splits, head_dim = workspace.values.shape[1:]
     _reduce_kernel[(context_lens.shape[0], num_heads)](
         out,

@@ -63,6 +63,23 @@ def require_pool(pool: Tensor, layer: int, dtype: torch.dtype) -> tuple[int, int
     return num_kv_heads, block_size, head_dim
 
 
+def require_attention(
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, out: Tensor, **index: Tensor
+) -> tuple[int, int, int, int]:
+    """``(num_heads, num_kv_heads, block_size, head_dim)`` of an attention call whose ``index`` tensors are int32
+    ``[num_sequences]`` and whose ``block_tables`` have a row for each sequence. Raises ValueError.
+    """
+    num_kv_heads, block_size, head_dim = require_pool(pool, layer, q.dtype)
+    num_heads = require_heads("q", q, q.shape[0], head_dim, pool.dtype)
+    require(require_heads("out", out, q.shape[0], head_dim, pool.dtype) == num_heads, "out is not like q")
+    require(num_heads % num_kv_heads == 0, f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
+    require(block_tables.dim() == 2, f"block_tables has {block_tables.dim()} dimensions, not 2")
+    require_tensor("block_tables", block_tables, tuple(block_tables.shape), torch.int32)
+    for name, values in index.items():
+        require_tensor(name, values, (block_tables.shape[0],), torch.int32)
+    return num_heads, num_kv_heads, block_size, head_dim
+
+
 def widens(dtype: torch.dtype) -> bool:
     """Whether tiles go to float32 before they are multiplied.
 

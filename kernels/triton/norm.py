@@ -20,7 +20,7 @@ def _rms_norm_kernel(
     weight: tl.tensor,
     out: tl.tensor,
     x_strides: tl.tensor,
-    residual_strides: tl.tensor,
+    residual_stride: int,
     out_strides: tl.tensor,
     size: int,
     eps: float,
@@ -33,7 +33,7 @@ def _rms_norm_kernel(
     wide = tl.load(x + row * x_strides[0] + part * x_strides[1] + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     if ADD:
-        sums = residual + row * residual_strides[0] + part * residual_strides[1] + columns
+        sums = residual + row * residual_stride + columns
         total = (wide + tl.load(sums, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(sums, total, mask=inside)
         # The norm sees the sum as it is stored, as it would without the fusion.
@@ -55,7 +55,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """``residual += x``, then ``out = rms_norm(residual)``; arguments as `rms_norm`, ``out`` may be ``x``."""
+    """``residual += x``, then ``out = rms_norm(residual)``; ``x``, ``residual``, ``out``: ``[num_rows, size]``, rest as `rms_norm`."""
+    require(x.dim() == 2, f"x has {x.dim()} dimensions, not 2")
     require_tensor("residual", residual, tuple(x.shape), x.dtype)
     _launch(x, residual, weight, eps, out, add=True)
 
@@ -76,7 +77,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor
         weight,
         out,
         _strides(x),
-        _strides(residual),
+        residual.stride(0),
         _strides(out),
         size,
         eps,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.launch import FUSED, padded, require, require_heads, require_pool, require_tensor, widens
+from kernels.triton.launch import FUSED, padded, require_attention, widens
 from kernels.triton.tile import attend_tile
 
 
@@ -114,14 +114,10 @@ def paged_prefill(
     A row's result does not depend on the other chunks, nor on where its own chunk begins. Raises ValueError for
     wrong shapes and types; what the index tensors hold is not checked (it is on the device).
     """
-    num_kv_heads, block_size, head_dim = require_pool(pool, layer, q.dtype)
-    num_heads = require_heads("q", q, q.shape[0], head_dim, pool.dtype)
-    require(require_heads("out", out, q.shape[0], head_dim, pool.dtype) == num_heads, "out is not like q")
-    require(num_heads % num_kv_heads == 0, f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
-    num_chunks = context_lens.shape[0]
-    for name, index in (("first_rows", first_rows), ("row_counts", row_counts), ("context_lens", context_lens)):
-        require_tensor(name, index, (num_chunks,), torch.int32)
-    require_tensor("block_tables", block_tables, (num_chunks, block_tables.shape[1]), torch.int32)
+    num_heads, num_kv_heads, block_size, head_dim = require_attention(
+        q, pool, layer, block_tables, out, first_rows=first_rows, row_counts=row_counts, context_lens=context_lens
+    )
+    num_chunks = block_tables.shape[0]
     if num_chunks == 0 or max_rows <= 0:
         return
     group = num_heads // num_kv_heads

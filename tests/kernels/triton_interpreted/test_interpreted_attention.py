@@ -22,7 +22,7 @@ HEADS = [
     Heads(3, 1, 128),
     Heads(4, 2, 128),
     Heads(2, 2, 128),
-    Heads(9, 3, 4),
+    Heads(3, 1, 4),
 ]
 # (rows, context): whole prompts, chunks after a past, single rows, a context that ends with a tile and with a split.
 CHUNKS = [(5, 5), (1, 1), (1, 40), (7, 39), (33, 70), (2, 64), (1, SPLIT_TOKENS), (1, SPLIT_TOKENS + 1)]
@@ -30,7 +30,7 @@ CHUNKS = [(5, 5), (1, 1), (1, 40), (7, 39), (33, 70), (2, 64), (1, SPLIT_TOKENS)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_attention(dtype: torch.dtype, heads: Heads) -> None:
+def test_paged_attention(dtype: torch.dtype, heads: Heads) -> None:
     comparisons = cases.attention(heads, dtype, CHUNKS, block_size=16)
     assert [one for one in comparisons if not one.good] == []
 

@@ -45,6 +45,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     "norm: integers": lambda: rms_norm(X.int(), WEIGHT.int(), 1e-5, X.int()),
     "norm: one dimension": lambda: rms_norm(WEIGHT, WEIGHT, 1e-5, WEIGHT),
     "norm: residual of another type": lambda: add_rms_norm(X, X.half(), WEIGHT, 1e-5, X),
+    "norm: residual of heads": lambda: add_rms_norm(OUT, OUT, torch.zeros(64), 1e-5, OUT),
     "silu: odd": lambda: silu_mul(torch.zeros(2, 7), torch.zeros(2, 3)),
     "silu: out": lambda: silu_mul(torch.zeros(2, 8), torch.zeros(2, 8)),
     "rope: int32 positions": lambda: rope(positions=INDEX),
