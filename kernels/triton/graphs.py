@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Final
 
 import torch
 from torch import Tensor
 
-PADDING_SLOT = -1  # `store_kv` does not write it
+PADDING_SLOT: Final = -1  # `store_kv` does not write it
 
 
 @dataclass(frozen=True, slots=True)

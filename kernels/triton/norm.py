@@ -55,7 +55,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """``residual += x``, then ``out = rms_norm(residual)``; ``x``, ``residual``, ``out``: ``[num_rows, size]``, rest as `rms_norm`."""
+    """``residual += x``, then ``out = rms_norm(residual)``.
+
+    ``x``, ``residual``, ``out``: ``[num_rows, size]``; ``out`` may be ``x``. Otherwise as `rms_norm`.
+    """
     require(x.dim() == 2, f"x has {x.dim()} dimensions, not 2")
     require_tensor("residual", residual, tuple(x.shape), x.dtype)
     _launch(x, residual, weight, eps, out, add=True)
