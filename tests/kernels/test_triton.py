@@ -30,6 +30,7 @@ def _python(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.timeout(600)  # a minute on two idle cores, which a shared machine does not have
 def test_kernels_in_the_interpreter() -> None:
     files = sorted((ROOT / "tests" / "kernels" / "triton_interpreted").glob("test_*.py"))
     slowest = [path for path in files if "attention" in path.name]
@@ -46,6 +47,7 @@ def test_kernels_in_the_interpreter() -> None:
         assert "skipped" not in output
 
 
+@pytest.mark.timeout(600)  # a minute on two idle cores, which a shared machine does not have
 def test_every_kernel_builds_for_every_target_without_spills(tmp_path: Path) -> None:
     """Leaves ``build/triton/build_report.json`` and ``.md``."""
     report = ROOT / "build" / "triton"
