@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.measure import Gemm, Machine, Report, measure_machine, median_ms, parser, prepare, times_s
+from bench.measure import Gemm, Machine, Report, measure_machine, median_ms, parser, prepare
 
 if TYPE_CHECKING:
     from bench.model_steps import Steps, Work
@@ -96,7 +96,7 @@ class EngineBench:
             self._add(name, steps.prefill_work(length), self._execute(steps, plan))
 
     def _execute(self, steps: Steps, plan: StepPlan) -> list[float]:
-        return times_s(lambda: steps.runner.execute(plan), self._args.runs)
+        return self._machine.watch(lambda: steps.runner.execute(plan), self._args.runs)
 
     def _narrow(self, dtype: Dtype, suffix: str, wide: Steps) -> None:
         """Narrow weights at batch 1, over their own floor and over what float32 takes at that moment."""
@@ -158,7 +158,10 @@ class EngineBench:
                 model(ids[:, :1], cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
                 cache.crop(-1)
 
-            self._add(name, steps.decode_work(32, 256), times_s(step, self._args.runs))
+            seconds = self._machine.watch(step, self._args.runs)
+            theirs = self._add(name, steps.decode_work(32, 256), seconds)
+        ours = statistics.median(self._execute(steps, steps.decode(32, 256))) * 1e3
+        self._report.add("hf_over_ours_b32_ctx256", theirs, "ms", ours, len(seconds))
 
     def _start(self) -> None:
         """A decode node from its command line to its record in Redis, and the most memory it took for that."""

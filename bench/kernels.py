@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from bench.measure import Gemm, Machine, Report, measure_machine, parser, prepare, times_s
+from bench.measure import Gemm, Machine, Report, measure_machine, parser, prepare
 
 if TYPE_CHECKING:
     from kernels.backend import WeightKind
@@ -59,7 +59,7 @@ class KernelBench:
             for layer in range(LAYERS):
                 one(layer)
 
-        seconds = times_s(all_layers, self._args.runs)
+        seconds = self._machine.watch(all_layers, self._args.runs)
         floor = self._machine.floor_ms(num_bytes, flops)
         self._report.add(name, statistics.median(seconds) / LAYERS * 1e3, "ms", floor, len(seconds))
 

@@ -74,9 +74,10 @@ static void tile(const Call &call, const W *w, long row, long panel, Prefetch ne
   UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) c[r][v] = Vec{};
   const long num_inputs = call.weight.num_inputs, stride = call.x_stride;
   const float *x = call.x + row * stride;
+  const bool two_lines = next.step > 64;
   for (long k = 0; k < num_inputs; k++, w += PANEL, next.at += next.step) {
     __builtin_prefetch(next.at, 0, 2);  // the panel after this one, under the arithmetic
-    __builtin_prefetch(next.at + next.step / 2, 0, 2);
+    if (two_lines) __builtin_prefetch(next.at + 64, 0, 2);
     Vec b[PANEL_VECTORS];
     UNROLL for (int v = 0; v < PANEL_VECTORS; v++) b[v] = load(w + v * LANES);
     UNROLL for (int r = 0; r < ROWS; r++) {
