@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MIN_RUNS = 5
-_STREAM_BYTES = 512 << 20
+STREAM_BYTES = 512 << 20
 _GEMM_SIZE = 2048
 
 
@@ -33,17 +33,39 @@ class Row:
     runs: int
 
 
-@dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine reached in this run: bytes a second read, operations a second in a float32 GEMM."""
+    """What this machine reaches: bytes a second read, operations a second in a float32 GEMM.
 
-    bytes_per_s: float
-    flops_per_s: float
+    Neighbours of a virtual machine take bandwidth by the second, so it is read again beside each row: a floor from
+    one moment says nothing of a step at another.
+    """
+
+    def __init__(self, read: Callable[[], object], flops_per_s: float) -> None:
+        """``read`` reads :data:`STREAM_BYTES` bytes from end to end."""
+        self._read = read
+        self.flops_per_s = flops_per_s
+        self.bytes_per_s = 0.0
+
+    def watch(self, work: Callable[[], object], runs: int) -> list[float]:
+        """Seconds of each run of ``work``, with a stream read between them; sets ``bytes_per_s`` to their median."""
+        work()
+        found, reads = [], []
+        for _ in range(runs):
+            reads += _timed(self._read)
+            found += _timed(work)
+        self.bytes_per_s = STREAM_BYTES / statistics.median(reads)
+        return found
 
     def floor_ms(self, weight_bytes: float, flops: float, kv_bytes: float = 0.0) -> float:
         """The shortest a step can take: weights and arithmetic overlap, the cache is read besides."""
         work = max(weight_bytes / self.bytes_per_s, flops / self.flops_per_s)
         return (work + kv_bytes / self.bytes_per_s) * 1e3
+
+
+def _timed(work: Callable[[], object]) -> list[float]:
+    began = time.perf_counter()
+    work()
+    return [time.perf_counter() - began]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +149,19 @@ def huge_floats(num_floats: int) -> Tensor:
 
 
 def measure_machine(report: Report, reader: Callable[[int, int], object], gemms: Sequence[Gemm], runs: int) -> Machine:
-    """Stream bandwidth and GEMM peak, the best of all runs: limits must not be flattered by a slow moment.
+    """Stream bandwidth, the median, and GEMM peak, the best of all runs and of all products that compete.
 
     ``reader(pointer, num_bytes)`` reads memory from end to end; ``gemms`` compete with torch's own.
     """
     import torch
 
-    memory = huge_floats(_STREAM_BYTES // 4)
-    read = _STREAM_BYTES / min(times_s(lambda: reader(memory.data_ptr(), _STREAM_BYTES), runs))
+    memory = huge_floats(STREAM_BYTES // 4)
     a = torch.randn(_GEMM_SIZE, _GEMM_SIZE)
     out = torch.empty_like(a)
     own = Gemm(2.0 * _GEMM_SIZE**3, lambda: torch.mm(a, a, out=out))
     peak = max(gemm.flops / min(times_s(gemm.work, runs)) for gemm in (own, *gemms))
-    report.add("stream_bandwidth", read / 1e9, "GB/s", runs=runs)
+    machine = Machine(lambda: reader(memory.data_ptr(), STREAM_BYTES), peak)
+    machine.watch(lambda: None, runs)
+    report.add("stream_bandwidth", machine.bytes_per_s / 1e9, "GB/s", runs=runs)
     report.add("gemm_peak", peak / 1e9, "GF/s", runs=runs)
-    return Machine(read, peak)
+    return machine

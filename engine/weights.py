@@ -26,6 +26,7 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 _FINAL_NORM: Final = "model.norm.weight"
 _LM_HEAD: Final = "lm_head.weight"
 _IGNORED_SUFFIX: Final = ".rotary_emb.inv_freq"  # old checkpoints store what the configuration says
+_PIECE_ELEMENTS: Final = 4 << 20  # of a weight in memory at once, while it is packed
 _NUM_NAMED: Final = 4  # names shown in an error
 
 
@@ -116,8 +117,15 @@ class _Reader:
     def linear(self, names: list[str], *, bias: bool, gate_up: bool = False) -> Any:
         shape = (sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1])
         offset = torch.cat([self.vector(_bias_of(name)) for name in names]) if bias else None
-        parts = (self.read(name) for name in names)
+        parts = (part for name in names for part in self._pieces(name))
         return self._ops.pack(parts, shape, self._dtype, offset, gate_up=gate_up)
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        """A weight's rows in runs of a few megabytes, each through its own mapping."""
+        num_rows, num_inputs = self._shapes[name]
+        step = max(1, _PIECE_ELEMENTS // num_inputs)
+        for start in range(0, num_rows, step):
+            yield self.read(name)[start : start + step]
 
 
 def _bias_of(name: str) -> str:

@@ -5,10 +5,14 @@
 // depend on its company.
 #include <omp.h>
 
+#include <vector>
+
 #include "vec.h"
 
 enum Kind { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 constexpr long BLOCK_ROWS = 10 * MAX_ROWS;  // activations of so many rows stay in L2 while all panels pass
+
+constexpr long WORTH_WIDENING = 5;               // tiles from which a narrow panel is widened beforehand; 2 lost a third
 
 struct Weight {
   const void *data;
@@ -65,15 +69,15 @@ static inline void finish(const Call &call, long row, long panel, Vec (&c)[ROWS]
 }
 
 template <class W, int ROWS>
-static void tile(const Call &call, long row, long panel, Prefetch next) {
+static void tile(const Call &call, const W *w, long row, long panel, Prefetch next) {
   Vec c[ROWS][PANEL_VECTORS];
   UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) c[r][v] = Vec{};
   const long num_inputs = call.weight.num_inputs, stride = call.x_stride;
   const float *x = call.x + row * stride;
-  const W *w = (const W *)call.weight.panel(panel);
+  const bool two_lines = next.step > 64;
   for (long k = 0; k < num_inputs; k++, w += PANEL, next.at += next.step) {
     __builtin_prefetch(next.at, 0, 2);  // the panel after this one, under the arithmetic
-    __builtin_prefetch(next.at + next.step / 2, 0, 2);
+    if (two_lines) __builtin_prefetch(next.at + 64, 0, 2);
     Vec b[PANEL_VECTORS];
     UNROLL for (int v = 0; v < PANEL_VECTORS; v++) b[v] = load(w + v * LANES);
     UNROLL for (int r = 0; r < ROWS; r++) {
@@ -84,11 +88,12 @@ static void tile(const Call &call, long row, long panel, Prefetch next) {
   finish<ROWS>(call, row, panel, c);
 }
 
-typedef void (*Tile)(const Call &, long, long, Prefetch);
+template <class W>
+using Tile = void (*)(const Call &, const W *, long, long, Prefetch);
 
 template <class W>
-static Tile tile_of(long rows) {
-  static const Tile tiles[] = {
+static Tile<W> tile_of(long rows) {
+  static const Tile<W> tiles[] = {
       tile<W, 1>, tile<W, 2>,
 #if !defined(__SSE2__) || defined(__AVX2__)
       tile<W, 3>, tile<W, 4>, tile<W, 5>, tile<W, 6>,
@@ -100,14 +105,31 @@ static Tile tile_of(long rows) {
   return tiles[rows - 1];
 }
 
+static inline const float *widened(const float *panel, long) { return panel; }
+
+// A narrow panel that many tiles use is widened once, into memory that the thread keeps.
+template <class W>
+static const float *widened(const W *panel, long count) {
+  static thread_local std::vector<float> wide;
+  if ((long)wide.size() < count) wide.resize(count);
+  for (long i = 0; i < count; i += LANES) store(wide.data() + i, load(panel + i));
+  return wide.data();
+}
+
 // All tiles of `rows` rows on one panel. Tiles differ by at most one row: 16 rows are 8 + 8, not 14 + 2.
 template <class W>
 static void panel_rows(const Call &call, long row, long rows, long panel, const char *next) {
   const long num_tiles = (rows + MAX_ROWS - 1) / MAX_ROWS, base = rows / num_tiles, longer = rows % num_tiles;
-  const long step = PANEL * (long)sizeof(W) / num_tiles;
+  const long step = PANEL * (long)sizeof(W) / num_tiles, num_inputs = call.weight.num_inputs;
+  const W *w = (const W *)call.weight.panel(panel);
+  const float *wide = num_tiles >= WORTH_WIDENING ? widened(w, PANEL * num_inputs) : nullptr;
   for (long t = 0; t < num_tiles; t++) {
     const long count = base + (t < longer);
-    tile_of<W>(count)(call, row, panel, Prefetch{next + t * step * call.weight.num_inputs, step});
+    const Prefetch ahead{next + t * step * num_inputs, step};
+    if (wide)
+      tile_of<float>(count)(call, wide, row, panel, ahead);
+    else
+      tile_of<W>(count)(call, w, row, panel, ahead);
     row += count;
   }
 }

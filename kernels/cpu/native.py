@@ -259,6 +259,11 @@ class Native:
             self._threads,
         )
 
+    def read(self, address: int, num_bytes: int, threads: int) -> float:
+        """Read memory from end to end, for benchmarks; returns some sum."""
+        total: float = self._lib.baton_read(address, num_bytes, threads)
+        return total
+
     def stack(self, layers: Sequence[DecoderLayer]) -> LayerStack:
         """See :class:`kernels.backend.Backend`."""
         table = (Layer * len(layers))()
