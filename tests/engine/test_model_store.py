@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cluster.config import cache_dir
-from cluster.config import cache_dir
 from cluster.model_store import ModelFilesError, read_config, resolve_model, weight_files, weights_id
 
 CONFIG = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 10, "eos_token_id": 2, "bos_token_id": 1}
