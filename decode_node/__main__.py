@@ -18,8 +18,8 @@ def main() -> int:
     """Run until SIGTERM; exit status 2 for settings that cannot work."""
     args = node_parser("decode", DESCRIPTION).parse_args()
     exit_with_parent()
-    setup_logging(args.node_id or "decode")
     try:
+        setup_logging(args.node_id or "decode")
         config = node_config(args, "decode")
     except ConfigError as error:
         print(f"decode node: {error}", file=sys.stderr)  # noqa: T201 - before any log is of use

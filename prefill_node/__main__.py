@@ -18,8 +18,8 @@ def main() -> int:
     """Run until SIGTERM; exit status 2 for settings that cannot work."""
     args = node_parser("prefill", DESCRIPTION).parse_args()
     exit_with_parent()
-    setup_logging(args.node_id or "prefill")
     try:
+        setup_logging(args.node_id or "prefill")
         config = node_config(args, "prefill")
     except ConfigError as error:
         print(f"prefill node: {error}", file=sys.stderr)  # noqa: T201 - before any log is of use

@@ -119,13 +119,16 @@ class Placer:
 
 def _candidate(node: Node, now: float) -> Candidate:
     load = node.load
+    # What the node told, and what was placed since; but never less than what is surely there, the router's own.
+    new_tokens = max(0, node.own_tokens - node.own_tokens_reported)
+    new_requests = max(0, node.own_requests - node.own_requests_reported)
     return Candidate(
         party=node.party,
         fingerprint=node.record.fingerprint,
         block_size=node.record.block_size,
         capacity_tokens=_capacity(node),
-        waiting_tokens=max(load.waiting_tokens, node.own_tokens),
-        num_requests=max(load.num_running + load.num_waiting, node.own_requests),
+        waiting_tokens=max(load.waiting_tokens + new_tokens, node.own_tokens),
+        num_requests=max(load.num_running + load.num_waiting + new_requests, node.own_requests),
         free_blocks=load.free_blocks,
         total_blocks=node.record.num_blocks,
         refusing=node.probing or now < node.refused_until_s,

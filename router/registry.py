@@ -33,7 +33,8 @@ MAX_DEAD = 10_000
 
 @dataclass(slots=True)
 class Node:
-    """A node as this router sees it. ``own_tokens`` and ``own_requests`` are what it has there itself.
+    """A node as this router sees it. ``own_tokens`` and ``own_requests`` are what it has there itself, and with
+    ``_reported`` what that was when the node last told its ``load``.
 
     ``refused_until_s`` is 0 if the last answer to a Reserve was a grant; ``probing`` while one request asks again.
     """
@@ -45,6 +46,8 @@ class Node:
     suspect: bool = False
     own_requests: int = 0
     own_tokens: int = 0
+    own_requests_reported: int = 0
+    own_tokens_reported: int = 0
     refused_until_s: float = 0.0
     probing: bool = False
 
@@ -113,6 +116,7 @@ class NodeRegistry:
         if node is None:
             return
         node.load = pong.load
+        node.own_requests_reported, node.own_tokens_reported = node.own_requests, node.own_tokens
         node.heard_s = now
         if not node.usable:
             log.info("%s node %s answers", node.record.role, sender.id)

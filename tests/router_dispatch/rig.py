@@ -139,6 +139,14 @@ def answer(prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 5) -> list[int]:
     return [token(prompt, index) for index in range(max_tokens)]
 
 
+def silent(node: FakeNode) -> None:
+    """From now on it takes requests and says nothing about them."""
+    if isinstance(node, FakeDecode):
+        node.on_reserve = lambda _reserve: []
+    elif isinstance(node, FakePrefill):
+        node.on_submit = lambda _submit: []
+
+
 @asynccontextmanager
 async def running_rig(
     *,

@@ -1,0 +1,158 @@
+"""The books: what is put down to a node is given back exactly once, and refusals count for a while."""
+
+from __future__ import annotations
+
+from cluster.request import RequestId, RequestKey
+from cluster.wire import NodeLoad, Pong, Refused
+from router.naming import PromptNames
+from router.placement import MAX_RETRY_S, MIN_RETRY_S, Placer
+from router.policy import Booking, Busy, Demand, NoPair
+from router.queue import Wanted
+from tests.router_dispatch.rig import NoIndex
+from tests.router_dispatch.test_registry import A, B, Eyes, P, record
+
+KEY = RequestKey(RequestId("r"), 1)
+
+
+class Books:
+    """A placer over nodes that have just answered; its clock is the real one, for nothing here lasts."""
+
+    def __init__(self, *records: object, monotonic: float) -> None:
+        self.eyes = Eyes()
+        self.eyes.now = monotonic
+        self.eyes.see(*records)  # type: ignore[arg-type]
+        self.eyes.pong(*(entry.party for entry in self.eyes.registry.all_nodes()))
+        self.placer = Placer(self.eyes.registry, NoIndex())  # type: ignore[arg-type]
+
+    def place(self, prompt_len: int = 10) -> Booking | Busy | NoPair:
+        return self.placer.try_place(Wanted(Demand(prompt_len, prompt_len + 10), PromptNames((1,), "")))
+
+    def booked(self, prompt_len: int = 10) -> Booking:
+        outcome = self.place(prompt_len)
+        assert isinstance(outcome, Booking)
+        return outcome
+
+    def accounts(self) -> dict[str, tuple[int, int]]:
+        return {n.party.id: (n.own_requests, n.own_tokens) for n in self.eyes.registry.all_nodes()}
+
+
+def books(*records: object) -> Books:
+    import time
+
+    return Books(*(records or (P, A)), monotonic=time.monotonic())
+
+
+def test_a_burst_is_spread_before_any_node_reports() -> None:
+    b = books(P, A, B, record("q", role="prefill"))
+    chosen = [b.booked().placement for _ in range(4)]
+    assert sorted(p.decode.id for p in chosen) == ["a", "a", "b", "b"]
+    assert sorted(p.prefill.id for p in chosen) == ["p", "p", "q", "q"]
+
+
+def test_given_back_exactly_once() -> None:
+    b = books()
+    first, second = b.booked(10), b.booked(20)
+    assert b.accounts() == {"p": (0, 30), "a": (2, 0)}
+    b.placer.prefilled(first)
+    b.placer.prefilled(first)
+    assert b.accounts() == {"p": (0, 20), "a": (2, 0)}
+    for _ in range(3):
+        b.placer.release(first)
+    assert b.accounts() == {"p": (0, 20), "a": (1, 0)}
+    b.placer.release(second)
+    assert b.accounts() == {"p": (0, 0), "a": (0, 0)}
+
+
+def test_a_booking_of_an_earlier_life_does_not_touch_the_next() -> None:
+    b = books()
+    booking = b.booked()
+    assert b.placer.is_usable(booking.placement)
+    b.eyes.see(record("a", epoch=2))
+    assert not b.placer.is_usable(booking.placement)
+    b.placer.granted(booking)
+    b.placer.refused(booking, None)
+    b.placer.release(booking)
+    assert b.accounts() == {"p": (0, 0), "a": (0, 0)}
+
+
+def test_a_suspect_node_is_not_usable() -> None:
+    b = books()
+    booking = b.booked()
+    b.eyes.run_for(5.0, P.party)
+    assert not b.placer.is_usable(booking.placement)
+    b.placer.release(booking)
+    assert b.accounts() == {"p": (0, 0), "a": (0, 0)}
+
+
+def test_after_a_refusal_one_request_asks_and_the_others_wait() -> None:
+    b = books()
+    refused, other = b.booked(), b.booked()
+    assert b.placer.refused(refused, Refused(KEY, "full", 3.0)) == 3.0
+    b.placer.release(refused)
+    assert isinstance(b.place(), Busy)
+    entry = b.eyes.registry.get(A.party)
+    assert entry is not None
+    entry.refused_until_s = 0.001  # the pause is over
+    probe = b.booked()
+    assert probe.is_probe
+    assert isinstance(b.place(), Busy)
+    b.placer.granted(probe)
+    assert not b.booked().is_probe
+    del other
+
+
+def test_a_probe_that_ends_without_an_answer_lets_the_next_one_ask() -> None:
+    b = books()
+    b.placer.refused(b.booked(), Refused(KEY, "full", 3.0))
+    entry = b.eyes.registry.get(A.party)
+    assert entry is not None
+    entry.refused_until_s = 0.001
+    probe = b.booked()
+    b.placer.release(probe)
+    assert b.booked().is_probe
+
+
+def test_room_made_by_an_ended_request_ends_the_pause() -> None:
+    b = books()
+    running, refused = b.booked(), b.booked()
+    b.placer.granted(running)
+    b.placer.refused(refused, Refused(KEY, "full", 3.0))
+    b.placer.release(refused)
+    assert isinstance(b.place(), Busy), "the refused one's own end makes no room"
+    b.placer.release(running)
+    assert b.booked().is_probe
+
+
+def test_the_pause_is_neither_a_spin_nor_for_ever() -> None:
+    b = books()
+    assert b.placer.refused(b.booked(), Refused(KEY, "full", 0.0)) == MIN_RETRY_S
+    b = books()
+    assert b.placer.refused(b.booked(), Refused(KEY, "full", 9999.0)) == MAX_RETRY_S
+
+
+def test_a_node_that_is_joining_is_waited_for() -> None:
+    b = books(P)
+    assert isinstance(b.place(), NoPair)
+    b.eyes.see(A)
+    assert isinstance(b.place(), Busy)
+    b.eyes.pong(A.party)
+    b.booked()
+
+
+def test_readiness_and_sizes() -> None:
+    assert books(P).placer.readiness().reason == "no decode node is alive"
+    assert books(A).placer.readiness().reason == "no prefill node is alive"
+    assert "different" in books(P, record("a", fingerprint="g")).placer.readiness().reason
+    assert books(P, A).placer.readiness().ready
+    assert books(P).placer.max_request_tokens() is None
+    small = record("s", num_blocks=2)
+    assert books(P, small).placer.max_request_tokens() == 32
+    assert books(P, small, A).placer.max_request_tokens() == 512
+
+
+def test_what_a_node_reports_and_what_was_placed_since_are_added() -> None:
+    """Another router's requests are in the reports, our newest are not."""
+    b = books(P, A, B)
+    for party, count in ((A.party, 5), (B.party, 3)):
+        b.eyes.registry.on_pong(party, Pong(2, NodeLoad(num_running=count)), b.eyes.now)
+    assert [b.booked().placement.decode.id for _ in range(4)] == ["b", "b", "a", "b"]
