@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Protocol
 from torch import Tensor
 
 from kernels.cpu.build import COMPILERS, BuildError, build
+from kernels.cpu.prebuilt import find_prebuilt
 from kernels.decoder import DecoderLayer, DecoderStep
 from kernels.spans import Spans
 
@@ -129,7 +130,8 @@ def select(
 ) -> Backend:
     """The backend to serve with: what was ``requested`` (one of :data:`BACKENDS`), or the fastest that works.
 
-    ``cache_dir`` keeps built kernels; ``threads`` is what a step may use. Raises :class:`BackendError` if the one
+    Kernels built into the installation (:mod:`kernels.cpu.prebuilt`) are taken as they are; else ``cache_dir``
+    keeps what is built here. ``threads`` is what a step may use. Raises :class:`BackendError` if the one
     asked for by name cannot run.
     """
     from kernels.reference import Reference
@@ -143,7 +145,7 @@ def select(
     from kernels.cpu.native import Native
 
     try:
-        return Native(build(cache_dir, compilers), threads)
+        return Native(find_prebuilt() or build(cache_dir, compilers), threads)
     except (BuildError, OSError) as error:
         if requested == "native":
             raise BackendError(str(error)) from error

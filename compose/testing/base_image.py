@@ -28,7 +28,7 @@ _SUITE: Final = "bookworm"
 _PYTHON: Final = "3.11"  # of the suite
 # pip reads version markers for the Python it runs on; redis wants this one below 3.11.3, and Debian has 3.11.2.
 _ALSO: Final = "async-timeout\n"
-_PACKAGES: Final = "python3,python3-venv,ca-certificates,redis-server"
+_PACKAGES: Final = "python3,python3-venv,ca-certificates,redis-server,g++"
 _UNUSED: Final = ("./var/cache/apt/*", "./var/lib/apt/lists/*", "./usr/share/doc/*", "./usr/share/man/*")
 _PIP_CONFIG: Final = "[global]\\nno-index = true\\nfind-links = /wheels\\n"
 

@@ -87,10 +87,21 @@ def _target_flag(march: str) -> str:
     return f"-{'mcpu' if platform.machine() in ('aarch64', 'arm64') else 'march'}={march}"
 
 
+def source_digest() -> str:
+    """Names the present source and flags, whatever machine it is built for."""
+    return _hash([*_FLAGS, *_source_texts()])
+
+
 def _digest(command: Sequence[str]) -> str:
+    return _hash([*command, _cpu_flags(), *_source_texts()])
+
+
+def _source_texts() -> list[str]:
+    return [(Path(__file__).parent / name).read_text() for name in (*_SOURCES, *_HEADERS)]
+
+
+def _hash(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    parts = [*command, _cpu_flags(), *((folder / name).read_text() for name in (*_SOURCES, *_HEADERS))]
     for part in parts:
         digest.update(f"{len(part)}:".encode())
         digest.update(part.encode())
