@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -89,28 +90,28 @@ def test_a_request_that_ends_at_token_0_never_runs_on_d(
     assert after["computed by D"] == before["computed by D"]
 
 
-def test_max_tokens_is_exact(stack: Stack, prompts: list[list[int]], oracle: Oracle) -> None:
+def test_max_tokens_is_exact(stack: Stack, prompts: list[list[int]], oracle: Oracle, nothing_left: Check) -> None:
     prompt = prompts[-1]
     ids = oracle(prompt, 8)
     assert ids is not None
-    for limit in (1, 2, 3, 7):
-        answer = stack.complete(prompt, limit)
-        assert answer["choices"][0]["token_ids"] == ids[:limit]
-        assert answer["usage"]["completion_tokens"] == limit
+    stack.complete(prompts[0], 2)
+    with nothing_left(stack):
+        for limit in (1, 2, 3, 7):
+            answer = stack.complete(prompt, limit)
+            assert answer["choices"][0]["token_ids"] == ids[:limit]
+            assert answer["usage"]["completion_tokens"] == limit
 
 
-def test_seeded_sampling_does_not_depend_on_batch_mates(stack: Stack, prompts: list[list[int]]) -> None:
-    body = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True}
-    alone = stack.complete(prompts[-2], **body)["choices"][0]["token_ids"]  # type: ignore[arg-type]
-    with httpx.Client(base_url=stack.base_url, timeout=120, trust_env=False) as client:
-        with client.stream(
-            "POST",
-            "/v1/completions",
-            json={"prompt": prompts[-3], "max_tokens": 200, "ignore_eos": True, "stream": True},
-        ) as other:
-            lines = other.iter_lines()
-            next(lines)  # the other request is running now
-            together = stack.complete(prompts[-2], **body)["choices"][0]["token_ids"]  # type: ignore[arg-type]
+def test_seeded_sampling_does_not_depend_on_batch_mates(
+    stack: Stack, prompts: list[list[int]], nothing_left: Check
+) -> None:
+    body: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 7, "ignore_eos": True}
+    alone = stack.complete(prompts[-2], **body)["choices"][0]["token_ids"]
+    mate = {"prompt": prompts[-3], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with nothing_left(stack):
+        with stack.client() as client, client.stream("POST", "/v1/completions", json=mate) as other:
+            next(other.iter_lines())  # the other request is running now
+            together = stack.complete(prompts[-2], **body)["choices"][0]["token_ids"]
     assert together == alone
 
 

@@ -30,6 +30,7 @@ def test_a_killed_decode_node_is_not_used_any_more(pair: Stack, prompts: list[li
     """In-flight requests there end with an error, never with a cut 200; the next requests are right."""
     prompt = prompts[-1]
     ids = oracle(prompt, 8)
+    before = pair.holdings()
     with pair.client() as client:
         body = {"prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -46,6 +47,7 @@ def test_a_killed_decode_node_is_not_used_any_more(pair: Stack, prompts: list[li
         answer = pair.complete(prompt, 8)
         assert answer["choices"][0]["token_ids"] == ids
     wait_for("its record expires", lambda: busy not in pair.records())
+    wait_for("the others have given everything back", lambda: _as_before(before, pair.holdings()))
 
 
 def test_hits_on_either_node_alone_are_exact(pair: Stack, prompts: list[list[int]], oracle: Oracle) -> None:
@@ -126,6 +128,12 @@ def test_a_stop_while_starting_leaves_no_process(demo_model_dir: Path) -> None:
     assert launcher.wait(60) == 130
     _gone, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
+
+
+def _as_before(before: dict[str, object], after: dict[str, object]) -> bool:
+    """What the surviving processes hold is what they held."""
+    del after["nodes in Redis"]
+    return all(before[name] == value for name, value in after.items())
 
 
 def _busy_decode_node(stack: Stack) -> str:
