@@ -24,7 +24,6 @@ def add_parser(commands: Subparsers) -> None:
         help="measure kernels or engine against the machine's limits",
         description="Measure against this machine's limits; see `baton bench engine --help` for the options.",
         epilog="example: baton bench engine --json --runs 7",
-        add_help=False,
     )
     parser.add_argument("what", choices=_WHAT, nargs="?")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="passed on")

@@ -20,15 +20,16 @@ MAX_TOKENS = 8
 CLIENTS = 16
 Check = Callable[..., AbstractContextManager[None]]
 
-# (prefill nodes, decode nodes, chunk budget, block size, transport): each chunk size meets each block size and
-# each pool size, each transport both pool sizes.
+# (prefill nodes, decode nodes, chunk budget, block size, transport, backend): each chunk size meets each block size
+# and each pool size, each transport both pool sizes; plain torch once with a chunk that no block size divides.
 SETTINGS = [
-    (1, 1, 13, 16, "ucx"),
-    (1, 1, 48, 32, "ucx"),
-    (1, 1, 512, 16, "tcp"),
-    (2, 2, 13, 32, "tcp"),
-    (2, 2, 48, 16, "ucx"),
-    (2, 2, 512, 32, "ucx"),
+    (1, 1, 13, 16, "ucx", "native"),
+    (1, 1, 48, 32, "ucx", "native"),
+    (1, 1, 512, 16, "tcp", "native"),
+    (2, 2, 13, 32, "tcp", "native"),
+    (2, 2, 48, 16, "ucx", "native"),
+    (2, 2, 512, 32, "ucx", "native"),
+    (1, 1, 48, 16, "tcp", "reference"),
 ]
 
 
@@ -38,10 +39,11 @@ def expected(oracle: Oracle, prompts: list[list[int]]) -> list[list[int] | None]
     return [oracle(prompt, MAX_TOKENS) for prompt in prompts]
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=lambda s: f"{s[0]}x{s[1]}-chunk{s[2]}-block{s[3]}-{s[4]}")
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda s: f"{s[0]}x{s[1]}-chunk{s[2]}-block{s[3]}-{s[4]}-{s[5]}")
 def stack(request: pytest.FixtureRequest, demo_model_dir: Path, expected: list[object]) -> Iterator[Stack]:
-    prefill, decode, chunk, block, transport = request.param
+    prefill, decode, chunk, block, transport, backend = request.param
     options = ("--max-batch-tokens", str(chunk), "--block-size", str(block), "--transport", transport)
+    options += ("--backend", backend)
     with running_stack(demo_model_dir, prefill=prefill, decode=decode, options=options) as running:
         yield running
 
