@@ -51,16 +51,18 @@ def top(logits: Tensor, count: int) -> Candidates:
     num_blocks = vocab_size // _BLOCK
     if num_blocks <= 2 * count:
         values = logits.cpu().numpy()
-        return _greatest(values, np.broadcast_to(np.arange(vocab_size), values.shape), count, vocab_size)
+        places = _greatest(values, count)
+        return _ordered(np.take_along_axis(values, places, 1), places, vocab_size)
     blocks = logits[:, : num_blocks * _BLOCK].unflatten(1, (num_blocks, _BLOCK))
-    maxima = blocks.amax(dim=-1).cpu().numpy()
-    best = np.argpartition(maxima, num_blocks - count, axis=1)[:, num_blocks - count :]
+    best = _greatest(blocks.amax(dim=-1).cpu().numpy(), count)
     index = torch.from_numpy(best).to(logits.device)[:, :, None].expand(-1, -1, _BLOCK)
-    # What does not fill a block is always looked at.
-    few = torch.cat((blocks.gather(1, index).flatten(1), logits[:, num_blocks * _BLOCK :]), dim=1)
-    token_ids = (best[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(len(best), -1)
-    rest = np.broadcast_to(np.arange(num_blocks * _BLOCK, vocab_size), (len(best), vocab_size % _BLOCK))
-    return _greatest(few.cpu().numpy(), np.concatenate((token_ids, rest), axis=1), count, vocab_size)
+    # What does not fill a block is always looked at, as if it were one.
+    rest = logits[:, num_blocks * _BLOCK :]
+    values = torch.cat((blocks.gather(1, index).flatten(1), rest), dim=1).cpu().numpy()
+    best = np.concatenate((best, np.full((len(best), 1), num_blocks)), axis=1)
+    places = _greatest(values, count)
+    token_ids = np.take_along_axis(best, places // _BLOCK, 1) * _BLOCK + places % _BLOCK
+    return _ordered(np.take_along_axis(values, places, 1), token_ids, vocab_size)
 
 
 def weights(logits: Logits, greatest: np.float32, temperature: np.float32) -> Logits:
@@ -74,11 +76,16 @@ def weights(logits: Logits, greatest: np.float32, temperature: np.float32) -> Lo
     return np.exp(values, out=values)
 
 
-def _greatest(logits: Logits, token_ids: Ids, count: int, vocab_size: int) -> Candidates:
-    """The ``count`` greatest of ``logits``, which belong to ``token_ids``; both ``[num_rows, at least count]``."""
-    if (surplus := logits.shape[1] - count) > 0:
-        places = np.argpartition(logits, surplus, axis=1)[:, surplus:]
-        logits, token_ids = np.take_along_axis(logits, places, 1), np.take_along_axis(token_ids, places, 1)
-    order = np.lexsort((token_ids, -logits))
-    logits, token_ids = np.take_along_axis(logits, order, 1), np.take_along_axis(token_ids, order, 1)
-    return Candidates(logits, token_ids, logits.shape[1] == vocab_size)
+def _greatest(values: Logits, count: int) -> Ids:
+    """Places of the ``count`` greatest values of each row, or of all if there are fewer, in no order."""
+    surplus = max(0, values.shape[1] - count)
+    places: Ids = np.argpartition(values, surplus, axis=1)[:, surplus:]
+    return places
+
+
+def _ordered(logits: Logits, token_ids: Ids, vocab_size: int) -> Candidates:
+    order = np.argsort(-logits, axis=1)
+    ordered = np.take_along_axis(logits, order, 1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        order = np.lexsort((token_ids, -logits))
+    return Candidates(ordered, np.take_along_axis(token_ids, order, 1), logits.shape[1] == vocab_size)

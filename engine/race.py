@@ -27,7 +27,7 @@ from cluster.request import SamplingParams
 from engine import candidates
 from engine.noise import Floats, Ids, Keys, gumbel, ids_above, row_key
 
-NUM_CANDIDATES: Final = 128
+NUM_CANDIDATES: Final = 96
 
 _MIN_TEMPERATURE: Final = 1e-9  # greedy in all but ties already; keeps the quotient finite
 _UNLIMITED: Final = 2**62
@@ -69,7 +69,8 @@ class _Field:
 
     ``distance`` is (logit - greatest logit) / T, ``mass`` the sum of exp(distance) up to and with each candidate.
     ``whole`` rows have all their tokens that are not banned among the candidates. ``num_left`` candidates pass
-    ``min_p`` and ``top_k``; if ``limited``, no other token does. ``cut`` rows have one of these two filters.
+    ``min_p`` and ``top_k``; if ``limited``, no other token does. ``cut`` rows have one of these two filters. ``lanes``
+    are those looked at so far.
     """
 
     logits: Tensor
@@ -85,6 +86,7 @@ class _Field:
     limited: Flags
     cut: Flags
     top_p: Floats
+    lanes: dict[int, _Lane]
 
     @property
     def unfiltered(self) -> Flags:
@@ -93,8 +95,10 @@ class _Field:
 
     def lane(self, row: int) -> _Lane:
         """That row's whole vocabulary."""
-        logits = self.logits[row].cpu().numpy()
-        return _Lane(logits, self.sampling[row], self.temperature[row], self.greatest[row])
+        if row not in self.lanes:
+            logits = self.logits[row].cpu().numpy()
+            self.lanes[row] = _Lane(logits, self.sampling[row], self.temperature[row], self.greatest[row])
+        return self.lanes[row]
 
 
 def _line_up(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> _Field:
@@ -123,6 +127,7 @@ def _line_up(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequ
         limited=whole | (num_left < distance.shape[1]),
         cut=(floor > -np.inf) | (top_k < _UNLIMITED),
         top_p=np.array([one.top_p for one in sampling]),
+        lanes={},
     )
 
 
