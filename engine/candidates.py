@@ -72,7 +72,8 @@ def weights(logits: Logits, greatest: np.float32, temperature: np.float32) -> Lo
     operation; and no number of rows or threads can change the order in which their sum is taken.
     """
     values = logits - greatest
-    values /= temperature
+    with np.errstate(over="ignore"):  # what is too far away has no weight
+        values /= temperature
     return np.exp(values, out=values)
 
 

@@ -105,8 +105,7 @@ def _line_up(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequ
     keys = [row_key(one.seed, one.choice, position) for one, position in zip(sampling, positions, strict=True)]
     found = candidates.top(logits, NUM_CANDIDATES)
     greatest = np.where(np.isneginf(found.logits[:, 0]), np.float32(0), found.logits[:, 0])
-    wished = np.array([max(one.temperature, _MIN_TEMPERATURE) for one in sampling], np.float32)
-    temperature = np.maximum(wished, np.abs(greatest) * np.float32(1e-36))  # the quotient stays finite
+    temperature = np.array([max(one.temperature, _MIN_TEMPERATURE) for one in sampling], np.float32)
     distance = (found.logits.astype(np.float64) - greatest[:, None]) / temperature[:, None]
     floor = np.array([_log(one.min_p) for one in sampling])
     top_k = np.array([one.top_k or _UNLIMITED for one in sampling])
