@@ -12,10 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from cluster.request import SamplingParams
+from engine.candidates import Logits
 from engine.history import TokenHistory
 from engine.noise import Ids
 
@@ -30,8 +29,8 @@ class Edit:
     history: TokenHistory | None
 
 
-def apply_edits(logits: Tensor, edits: Sequence[Edit]) -> None:
-    """Change the rows of ``logits`` (float32 ``[num_rows, vocab_size]``, contiguous) that ``edits`` name, in place.
+def apply_edits(logits: Logits, edits: Sequence[Edit]) -> None:
+    """Change the rows of ``logits`` (``[num_rows, vocab_size]``) that ``edits`` name, in place.
 
     What may not be chosen becomes -inf. Token ids outside the vocabulary are left out.
     """
@@ -68,63 +67,50 @@ def _known(token_ids: Sequence[int], vocab_size: int) -> Ids:
     return np.array([token_id for token_id in token_ids if 0 <= token_id < vocab_size], np.int64)
 
 
-def _add_bias(logits: Tensor, edits: Sequence[Edit]) -> None:
+def _add_bias(logits: Logits, edits: Sequence[Edit]) -> None:
     biased = [edit for edit in edits if edit.sampling.logit_bias]
     if not biased:
         return
     options = [_options(edit.sampling, logits.shape[1]) for edit in biased]
-    places = _places(logits, [(edit.row, each.bias_ids) for edit, each in zip(biased, options, strict=True)])
-    flat = logits.view(-1)
-    flat[places] = flat[places] + _tensor(np.concatenate([each.bias for each in options]), logits)
+    rows = np.repeat([edit.row for edit in biased], [len(each.bias) for each in options])
+    token_ids = np.concatenate([each.bias_ids for each in options])
+    logits[rows, token_ids] += np.concatenate([each.bias for each in options])
 
 
-def _penalise(logits: Tensor, edits: Sequence[Edit]) -> None:
-    vocab_size = logits.shape[1]
-    ids, counts, factors = [], [], []
-    for edit in edits:
-        if edit.history is not None:
-            sampling = edit.sampling
-            token_ids, generated_counts = edit.history.arrays()
-            known = token_ids < vocab_size
-            ids.append((edit.row, token_ids[known]))
-            counts.append(generated_counts[known])
-            factor = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-            factors.append(np.tile(np.array(factor, np.float32), (len(counts[-1]), 1)))
-    if not ids:
+def _penalise(logits: Logits, edits: Sequence[Edit]) -> None:
+    penalised = [(edit, edit.history.arrays()) for edit in edits if edit.history is not None]
+    if not penalised:
         return
-    repetition, frequency, presence = _tensor(np.concatenate(factors), logits).unbind(dim=1)
-    generated = _tensor(np.concatenate(counts), logits)
-    places, flat = _places(logits, ids), logits.view(-1)
-    values = flat[places]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values = values - frequency * generated.to(torch.float32)
-    flat[places] = values - presence * (generated > 0).to(torch.float32)
+    lengths = [len(token_ids) for _, (token_ids, _) in penalised]
+    token_ids = np.concatenate([token_ids for _, (token_ids, _) in penalised])
+    known = token_ids < logits.shape[1]
+    token_ids = token_ids[known]
+    generated = np.concatenate([counts for _, (_, counts) in penalised])[known].astype(np.float32)
+    rows = np.repeat([edit.row for edit, _ in penalised], lengths)[known]
+    repetition, frequency, presence = (
+        np.repeat(np.array(each, np.float32), lengths)[known]
+        for each in zip(*(_penalties(edit.sampling) for edit, _ in penalised), strict=True)
+    )
+    values = logits[rows, token_ids]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    logits[rows, token_ids] = values - frequency * generated - presence * (generated > 0)
 
 
-def _ban(logits: Tensor, edits: Sequence[Edit]) -> None:
-    banned = []
+def _penalties(sampling: SamplingParams) -> tuple[float, float, float]:
+    return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+
+
+def _ban(logits: Logits, edits: Sequence[Edit]) -> None:
     for edit in edits:
-        sampling = edit.sampling
+        sampling, row = edit.sampling, logits[edit.row]
         short = edit.num_generated < sampling.min_tokens
         if sampling.allowed_token_ids is None and not sampling.banned_token_ids and not short:
             continue
-        options = _options(sampling, logits.shape[1])
+        options = _options(sampling, len(row))
         if options.allowed_ids is not None:
-            row, allowed = logits[edit.row], _tensor(options.allowed_ids, logits)
-            kept = row[allowed]
-            row.fill_(-torch.inf)
-            row[allowed] = kept
-        banned.append((edit.row, options.banned_ids))
+            kept = row[options.allowed_ids]
+            row.fill(-np.inf)
+            row[options.allowed_ids] = kept
+        row[options.banned_ids] = -np.inf
         if short:
-            banned.append((edit.row, options.stop_ids))
-    if banned:
-        logits.view(-1)[_places(logits, banned)] = -torch.inf
-
-
-def _places(logits: Tensor, ids: Sequence[tuple[int, Ids]]) -> Tensor:
-    """Indexes into the flattened ``logits`` of token ids of rows."""
-    return _tensor(np.concatenate([row * logits.shape[1] + token_ids for row, token_ids in ids]), logits)
-
-
-def _tensor(array: npt.NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(like.device)
+            row[options.stop_ids] = -np.inf

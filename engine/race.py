@@ -21,10 +21,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from cluster.request import SamplingParams
-from engine import candidates
+from engine.candidates import Candidates, Logits, top, weights
 from engine.noise import Floats, Ids, Keys, gumbel, ids_above, row_key
 
 NUM_CANDIDATES: Final = 96
@@ -32,14 +31,13 @@ NUM_CANDIDATES: Final = 96
 _MIN_TEMPERATURE: Final = 1e-9  # greedy in all but ties already; keeps the quotient finite
 _UNLIMITED: Final = 2**62
 
-Logits = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
 
-def race(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
+def race(logits: Logits, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
     """A token id for each row, or None if all its logits are -inf.
 
-    ``logits``: float32 ``[num_rows, vocab_size]`` without NaN or +inf; ``sampling`` (none greedy) and ``positions``
+    ``logits``: ``[num_rows, vocab_size]`` without NaN or +inf; ``sampling`` (none greedy) and ``positions``
     (the index in its sequence of the token to be drawn) have ``num_rows`` entries.
     """
     field = _line_up(logits, sampling, positions)
@@ -73,10 +71,10 @@ class _Field:
     are those looked at so far.
     """
 
-    logits: Tensor
+    logits: Logits
     sampling: Sequence[SamplingParams]
     keys: Keys
-    found: candidates.Candidates
+    found: Candidates
     greatest: Logits
     temperature: Logits
     distance: Floats
@@ -96,14 +94,13 @@ class _Field:
     def lane(self, row: int) -> _Lane:
         """That row's whole vocabulary."""
         if row not in self.lanes:
-            logits = self.logits[row].cpu().numpy()
-            self.lanes[row] = _Lane(logits, self.sampling[row], self.temperature[row], self.greatest[row])
+            self.lanes[row] = _Lane(self.logits[row], self.sampling[row], self.temperature[row], self.greatest[row])
         return self.lanes[row]
 
 
-def _line_up(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> _Field:
+def _line_up(logits: Logits, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> _Field:
     keys = [row_key(one.seed, one.choice, position) for one, position in zip(sampling, positions, strict=True)]
-    found = candidates.top(logits, NUM_CANDIDATES)
+    found = top(logits, NUM_CANDIDATES)
     greatest = np.where(np.isneginf(found.logits[:, 0]), np.float32(0), found.logits[:, 0])
     temperature = np.array([max(one.temperature, _MIN_TEMPERATURE) for one in sampling], np.float32)
     distance = (found.logits.astype(np.float64) - greatest[:, None]) / temperature[:, None]
@@ -212,7 +209,7 @@ class _Lane:
 
     @cached_property
     def _weights(self) -> Logits:
-        return candidates.weights(self.logits, self._greatest, self._temperature)
+        return weights(self.logits, self._greatest, self._temperature)
 
     def _passes(self, token_id: int) -> bool:
         if self._floor > -math.inf and self.distance(np.array(token_id)) < self._floor:

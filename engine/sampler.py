@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from cluster.request import SamplingParams, TokenLogprobs
-from engine import candidates
+from engine.candidates import Logits
 from engine.history import TokenHistory
 from engine.logprobs import token_logprobs
 from engine.penalties import Edit, apply_edits
@@ -45,16 +45,16 @@ class Choice(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-@torch.inference_mode()
 def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Choice | str]:
     """A token for each row, or why that row has none. ``logits``: float32 ``[len(draws), vocab_size]``, unchanged.
 
     A row fails alone: if its logits are not finite, its options leave no token, or its history is missing. Greedy
-    rows take the lowest of equals. Every row's work is done in batches with rows of the same kind.
+    rows take the lowest of equals. Logits on another device than the CPU are copied from there first.
     """
-    # A sum is finite exactly if all of its terms are: float32 holds the sum of any sane logits.
-    finite = logits.sum(dim=-1).isfinite().tolist()
-    problems = {row: problem for row, draw in enumerate(draws) if (problem := _problem(draw, finite[row]))}
+    if not draws:
+        return []
+    values: Logits = logits.detach().cpu().numpy()
+    problems = _problems(values, draws)
     plain: list[int] = []
     special: list[int] = []
     for row, draw in enumerate(draws):
@@ -63,10 +63,10 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Choice | str]:
             (plain if draw.sampling.greedy and not edited else special).append(row)
     token_ids: dict[int, int | None] = {}
     if plain:
-        token_ids.update(zip(plain, candidates.argmax(_rows(logits, plain)), strict=True))
+        token_ids.update(zip(plain, _rows(values, plain).argmax(axis=1).tolist(), strict=True))
     if special:
-        token_ids.update(zip(special, _choose_special(logits, special, draws), strict=True))
-    logprobs = _logprobs(logits, draws, token_ids)
+        token_ids.update(zip(special, _choose_special(values, special, draws), strict=True))
+    logprobs = _logprobs(values, draws, token_ids)
     outcomes: list[Choice | str] = []
     for row in range(len(draws)):
         token_id = token_ids.get(row)
@@ -82,15 +82,18 @@ def sample(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequen
     return [outcome.token_id for outcome in outcomes if isinstance(outcome, Choice)]
 
 
-def _problem(draw: Draw, finite: bool) -> str | None:
-    if not finite:
-        return NOT_FINITE
-    if draw.sampling.penalised and draw.history is None:
-        return NO_HISTORY
-    return None
+def _problems(logits: Logits, draws: Sequence[Draw]) -> dict[int, str]:
+    # A sum is finite exactly if all of its terms are: float32 holds the sum of any sane logits.
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(logits.sum(axis=1)).tolist()
+    problems = {row: NOT_FINITE for row, good in enumerate(finite) if not good}
+    for row, draw in enumerate(draws):
+        if draw.history is None and draw.sampling.penalised:
+            problems.setdefault(row, NO_HISTORY)
+    return problems
 
 
-def _choose_special(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> list[int | None]:
+def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw]) -> list[int | None]:
     """Tokens of rows that sample or have options; None for a row whose options leave nothing."""
     edits = [
         Edit(index, draw.sampling, draw.num_generated, draw.history)
@@ -99,16 +102,14 @@ def _choose_special(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) 
     ]
     work = _rows(logits, rows)
     if edits:
-        work = work.clone() if work is logits else work
+        work = work.copy() if work is logits else work
         apply_edits(work, edits)
     greedy = [index for index, row in enumerate(rows) if draws[row].sampling.greedy]
     random = [index for index, row in enumerate(rows) if not draws[row].sampling.greedy]
     chosen: dict[int, int | None] = {}
     if greedy:
-        token_ids = candidates.argmax(_rows(work, greedy))
-        possible = work[greedy, token_ids].isfinite().tolist()
-        for index, token_id, good in zip(greedy, token_ids, possible, strict=True):
-            chosen[index] = token_id if good else None
+        for index, token_id in zip(greedy, _rows(work, greedy).argmax(axis=1).tolist(), strict=True):
+            chosen[index] = token_id if work[index, token_id] > -np.inf else None
     if random:
         asked = [draws[rows[index]] for index in random]
         winners = race(_rows(work, random), [draw.sampling for draw in asked], [draw.position for draw in asked])
@@ -116,7 +117,7 @@ def _choose_special(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) 
     return [chosen[index] for index in range(len(rows))]
 
 
-def _logprobs(logits: Tensor, draws: Sequence[Draw], token_ids: dict[int, int | None]) -> dict[int, TokenLogprobs]:
+def _logprobs(logits: Logits, draws: Sequence[Draw], token_ids: dict[int, int | None]) -> dict[int, TokenLogprobs]:
     rows, chosen, counts = [], [], []
     for row, draw in enumerate(draws):
         if draw.sampling.num_logprobs is not None and (token_id := token_ids.get(row)) is not None:
@@ -128,6 +129,6 @@ def _logprobs(logits: Tensor, draws: Sequence[Draw], token_ids: dict[int, int | 
     return dict(zip(rows, token_logprobs(_rows(logits, rows), chosen, counts), strict=True))
 
 
-def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+def _rows(logits: Logits, rows: Sequence[int]) -> Logits:
     """These rows, without a copy if they are all (``rows`` ascend)."""
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+    return logits if len(rows) == len(logits) else logits[rows]

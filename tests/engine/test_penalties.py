@@ -48,7 +48,7 @@ def edit_of(row: int, sampling: SamplingParams, before: Before) -> Edit:
 def test_every_row_is_edited_as_specified(rows: list[tuple[SamplingParams, Before]], seed: int) -> None:
     logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 4
     expected = [edited(logits[row].numpy(), *each) for row, each in enumerate(rows)]
-    apply_edits(logits, [edit_of(row, *each) for row, each in enumerate(rows)])
+    apply_edits(logits.numpy(), [edit_of(row, *each) for row, each in enumerate(rows)])
     for row, wanted in enumerate(expected):
         assert logits[row].tolist() == wanted.tolist()
 
@@ -57,7 +57,7 @@ def test_rows_without_an_edit_are_left_alone() -> None:
     logits = torch.randn(3, VOCABULARY)
     before = logits.clone()
     sampling = SamplingParams(max_tokens=5, logit_bias=((3, 50.0),), banned_token_ids=(4,))
-    apply_edits(logits, [Edit(1, sampling, 0, None)])
+    apply_edits(logits.numpy(), [Edit(1, sampling, 0, None)])
     assert torch.equal(logits[[0, 2]], before[[0, 2]])
     assert (logits[1] != before[1]).nonzero().flatten().tolist() == [3, 4]
 
@@ -67,7 +67,7 @@ def test_min_tokens_bans_stop_tokens_until_so_many_are_generated(num_generated: 
     logits = torch.zeros(1, VOCABULARY)
     sampling = SamplingParams(max_tokens=50, min_tokens=5, stop_token_ids=(2, 7, 999, -1, 2**40))
     assert sampling.edits_logits(num_generated) == banned
-    apply_edits(logits, [Edit(0, sampling, num_generated, None)])
+    apply_edits(logits.numpy(), [Edit(0, sampling, num_generated, None)])
     assert logits[0].isinf().nonzero().flatten().tolist() == ([2, 7] if banned else [])
 
 
