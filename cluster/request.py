@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal, NewType
+from typing import Annotated, Final, Literal, NewType
 
 import msgspec
+from msgspec import Meta
 
 RequestId = NewType("RequestId", str)
 FinishReason = Literal["stop", "length"]
+
+# Checked when a message is decoded, so that no node ever computes with a number it cannot hold (nor with NaN).
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
+RepetitionPenalty = Annotated[float, Meta(ge=1e-9, le=1e9)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+MAX_LOGPROBS: Final = 20
+LOGPROB_FLOOR: Final = -9999.0
+Logprob = Annotated[float, Meta(ge=LOGPROB_FLOOR, le=0.0)]
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -20,25 +34,80 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.request_id}#{self.attempt}"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose tokens, checked by the router before it is built.
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to choose tokens, checked by the router before it is built. Every default is neutral and takes no bytes.
 
-    ``max_tokens`` counts generated tokens including token 0. ``temperature`` 0 is greedy. ``seed`` is always
-    set: the router draws one for an unseeded request, so that a failover draws the same noise.
-    ``stop_token_ids`` already holds the model's EOS ids unless the client asked to ignore them; stop strings
-    are the router's business.
+    ``max_tokens`` counts generated tokens including token 0. ``seed`` is always set: the router draws one for an
+    unseeded request, so that a failover draws the same noise; ``choice`` tells the answers to one prompt apart.
+    ``stop_token_ids`` already holds the model's EOS ids unless the client asked to ignore them; stop strings are the
+    router's business. Token ids outside the model's vocabulary are no tokens: options that name them do nothing.
+
+    In the order in which they act, as in vLLM:
+
+    * only ``allowed_token_ids`` (None: all) that are not ``banned_token_ids`` can be chosen, and none of
+      ``stop_token_ids`` while fewer than ``min_tokens`` tokens are generated;
+    * ``logit_bias`` is added to the logits of (token id, bias) pairs;
+    * ``repetition_penalty`` divides the positive and multiplies the negative logits of all tokens of the prompt and
+      the output; ``frequency_penalty`` is subtracted for each time a token was generated, ``presence_penalty`` once;
+    * ``temperature`` 0 takes the most likely token, the rest does not matter then; otherwise it divides the logits;
+    * ``min_p`` keeps tokens with at least that part of the greatest probability, ``top_k`` (0: all) the most likely
+      so many of them, ``top_p`` the fewest most likely of those whose renormalised probabilities reach it.
+
+    ``num_logprobs`` (None: none) asks for the log-probability of each generated token and of so many most likely
+    ones, at most :data:`MAX_LOGPROBS`, in the model's own distribution: before all of the above.
     """
 
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
+    max_tokens: Count
+    temperature: Temperature = 0.0
+    top_k: Count = 0
+    top_p: Probability = 1.0
+    min_p: Probability = 0.0
     seed: int = 0
+    choice: Count = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: Count = 0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: tuple[tuple[TokenId, Bias], ...] = ()
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    banned_token_ids: tuple[TokenId, ...] = ()
+    num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def greedy(self) -> bool:
         """True if the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """True if the tokens so far change what comes next by more than the model: their counts must be kept."""
+        return self.repetition_penalty != 1.0 or self.counts_output
+
+    @property
+    def counts_output(self) -> bool:
+        """True if it matters how often a token was generated."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def edits_logits(self, num_generated: int) -> bool:
+        """True if any option changes the logits for the token after ``num_generated`` ones."""
+        return (
+            self.penalised
+            or bool(self.logit_bias or self.banned_token_ids)
+            or self.allowed_token_ids is not None
+            or (num_generated < self.min_tokens and bool(self.stop_token_ids))
+        )
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One generated token's log-probability and the most likely tokens at its place, likeliest first.
+
+    Of the model's distribution, before temperature, penalties, bias and filters (vLLM's default, ``raw_logprobs``).
+    Never below :data:`LOGPROB_FLOOR`. If the generated token is among ``top``, the two values are the same float.
+    """
+
+    chosen: Logprob
+    top: tuple[tuple[TokenId, Logprob], ...] = ()
 
 
 def finish_reason(sampling: SamplingParams, token_id: int, num_generated: int) -> FinishReason | None:

@@ -16,16 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from cluster.prefix_hash import HASH_BYTES
-from cluster.request import FinishReason, RequestKey, SamplingParams
+from cluster.request import Count, FinishReason, RequestKey, SamplingParams, TokenId, TokenLogprobs
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 MAX_FRAME_BYTES: Final = 8 << 20
 
 # Checked when a message is decoded, so that no node ever computes with a number or a name it cannot hold.
 NODE_ID_PATTERN: Final = r"\A[A-Za-z0-9_.-]{1,128}\Z"
 ADDRESS_PATTERN: Final = r"\Atcp://([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}\Z"
-Count = Annotated[int, Meta(ge=0, le=2**62)]
-TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NodeId = Annotated[str, Meta(pattern=NODE_ID_PATTERN)]
@@ -107,7 +105,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Token0(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """P -> router: the first token, sent before the transfer is complete."""
+    """P -> router: the first token, sent before the transfer is complete. ``logprobs`` if they were asked for."""
 
     key: RequestKey
     token_id: TokenId
@@ -115,13 +113,24 @@ class Token0(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     cached_tokens: Count
     queue_s: Seconds
     prefill_s: Seconds
+    logprobs: TokenLogprobs | None = None
+
+
+class PenaltyCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What penalties must know of a sequence: the prompt's distinct tokens (only if repetition is penalised) and how
+    often each token was generated, as (token id, count) pairs.
+    """
+
+    prompt_token_ids: tuple[TokenId, ...]
+    output_counts: tuple[tuple[TokenId, Count], ...]
 
 
 class Capsule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that D needs besides KV blocks to go on exactly where P stopped.
 
     ``tail_token_ids`` are the prompt's tokens after its last full block: D names the block they complete.
-    ``num_emitted`` counts generated tokens including ``token0``.
+    ``num_emitted`` counts generated tokens including ``token0``, and so does ``penalty_counts``, which is set if and
+    only if a penalty is on.
     """
 
     prompt_len: Count
@@ -129,6 +138,7 @@ class Capsule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_emitted: Count
     tail_token_ids: tuple[TokenId, ...]
     sampling: SamplingParams
+    penalty_counts: PenaltyCounts | None = None
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -145,12 +155,16 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """New tokens of one request in one decode step; ``index`` counts the tokens generated before them."""
+    """New tokens of one request in one decode step; ``index`` counts the tokens generated before them.
+
+    ``logprobs`` has one entry a token if they were asked for, else none.
+    """
 
     key: RequestKey
     index: Count
     token_ids: tuple[TokenId, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

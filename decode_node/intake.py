@@ -16,6 +16,7 @@ from cluster.prefix_hash import child_hash
 from cluster.request import RequestKey, SamplingParams
 from cluster.transitions import Life, TransitionTable
 from cluster.wire import Capsule, Commit, Party
+from engine.history import TokenHistory
 from engine.step import SequenceChunk
 
 
@@ -82,6 +83,7 @@ class Intake:
     in_step: bool = False
     quarantined: list[int] = field(default_factory=list)
     askers: list[Party] = field(default_factory=list)
+    history: TokenHistory | None = None
 
     @property
     def owner(self) -> str:
@@ -114,6 +116,8 @@ class Intake:
             return "the commit is for another number of tokens than was reserved for"
         if capsule.num_emitted >= self.sampling.max_tokens:
             return "the commit is for a request that has ended"
+        if (capsule.penalty_counts is not None) != self.sampling.penalised:
+            return "the commit and the request disagree about penalties"
         return None
 
     def start(self, capsule: Capsule) -> None:
@@ -124,6 +128,7 @@ class Intake:
         self.context_len = self.prompt_len
         self.parent_name = self.block_names[-1] if self.block_names else self.seed_name
         self.tail = list(capsule.tail_token_ids)
+        self.history = TokenHistory.of_counts(capsule.penalty_counts)
 
     def next_chunk(self) -> SequenceChunk:
         """The next decode step: store ``last_token``, choose the token after it."""
@@ -134,6 +139,8 @@ class Intake:
             block_table=self.block_table,
             sampling=self.sampling,
             position=self.context_len + 1,
+            num_generated=self.num_generated,
+            history=self.history,
         )
 
     def append(self, token_id: int, block_size: int) -> tuple[int, bytes] | None:
@@ -142,6 +149,8 @@ class Intake:
         self.context_len += 1
         self.num_generated += 1
         self.last_token = token_id
+        if self.history is not None:
+            self.history.append(token_id)
         if self.context_len % block_size:
             return None
         self.parent_name = child_hash(self.parent_name, self.tail)

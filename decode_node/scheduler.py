@@ -46,7 +46,7 @@ from engine.instructions import (
     Withdraw,
 )
 from engine.remembered import RouterWatch
-from engine.step import StepPlan, StepResult
+from engine.step import SampledToken, StepPlan, StepResult
 from kvtransfer.events import BlocksArrived, ReceiveFailed, Withdrawn
 from kvtransfer.ticket import Hello, TransferTicket, encode_ticket
 
@@ -266,7 +266,7 @@ class DecodeState:
         self._step += 1
         self._counters["decode_steps_total"] += 1
         failed = dict(result.failed)
-        sampled = {token.key: token.token_id for token in result.tokens if token.key not in failed}
+        sampled = {token.key: token for token in result.tokens if token.key not in failed}
         items: dict[Party, list[TokenItem]] = {}
         planned, self._planned = self._planned, []
         for intake in planned:
@@ -274,26 +274,27 @@ class DecodeState:
             self._counters["decode_computed_tokens_total"] += 1
             if intake.state is not IntakeState.RUNNING:
                 self._free(intake, now)
-            elif (token_id := sampled.get(intake.key)) is None:
+            elif (token := sampled.get(intake.key)) is None:
                 self._table.distrust(intake)
                 reason = failed.get(intake.key, "the engine gave no token for this request")
                 self._fail(intake, EngineError(reason), now)
             else:
-                items.setdefault(intake.router, []).append(self._advance(intake, token_id, now))
+                items.setdefault(intake.router, []).append(self._advance(intake, token, now))
         for router, theirs in items.items():
             self._out.append(Send(router, Tokens(self._step, tuple(theirs))))
 
-    def _advance(self, intake: Intake, token_id: int, now: float) -> TokenItem:
+    def _advance(self, intake: Intake, token: SampledToken, now: float) -> TokenItem:
         index = intake.num_generated
-        if (filled := intake.append(token_id, self._settings.block_size)) is not None:
+        if (filled := intake.append(token.token_id, self._settings.block_size)) is not None:
             self._table.pool.name(*filled)
         self._counters["generated_tokens_total"] += 1
-        finish = finish_reason(intake.sampling, token_id, intake.num_generated)
+        finish = finish_reason(intake.sampling, token.token_id, intake.num_generated)
         if finish is not None:
             intake.life.move(IntakeState.FINISHED, now)
             self._counters["intakes_finished_total"] += 1
             self._free(intake, now)
-        return TokenItem(intake.key, index, (token_id,), finish)
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        return TokenItem(intake.key, index, (token.token_id,), finish, logprobs)
 
     # --- endings ---
 

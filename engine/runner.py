@@ -12,7 +12,7 @@ import torch
 from cluster.request import RequestId, RequestKey, SamplingParams
 from engine.kv_cache import KVCache
 from engine.model import ForwardBatch, LlamaModel
-from engine.sampler import sample
+from engine.sampler import Choice, Draw, choose
 from engine.step import FailedSequence, SampledToken, SequenceChunk, StepPlan, StepResult
 from kernels.spans import Spans
 
@@ -31,13 +31,14 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. What is wrong with one sequence fails that sequence only.
 
-        That is a chunk outside the vocabulary, the model's positions, its block table or the pool, and logits
-        that are not finite. Any other exception is a bug or a lack of memory and concerns the whole step.
+        That is a chunk outside the vocabulary, the model's positions, its block table or the pool, logits that
+        are not finite, and options that leave no token. Any other exception is a bug or a lack of memory and concerns
+        the whole step.
         """
         began = time.perf_counter()
         problems = [self._problem(chunk) for chunk in plan.chunks]
         chunks = [chunk for chunk, problem in zip(plan.chunks, problems, strict=True) if problem is None]
-        outcomes: dict[RequestKey, int | str] = {
+        outcomes: dict[RequestKey, Choice | str] = {
             chunk.key: problem for chunk, problem in zip(plan.chunks, problems, strict=True) if problem
         }
         if chunks:
@@ -47,8 +48,8 @@ class ModelRunner:
         failed: list[FailedSequence] = []
         for chunk in plan.chunks:
             outcome = outcomes.get(chunk.key)
-            if isinstance(outcome, int):
-                tokens.append(SampledToken(chunk.key, outcome))
+            if isinstance(outcome, Choice):
+                tokens.append(SampledToken(chunk.key, outcome.token_id, outcome.logprobs))
             elif outcome is not None:
                 failed.append(FailedSequence(chunk.key, outcome))
         return StepResult(tuple(tokens), tuple(failed), time.perf_counter() - began)
@@ -117,17 +118,11 @@ class ModelRunner:
         )
 
 
-def _choose(logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> dict[RequestKey, int | str]:
-    """Sample a token for each row, or say why not. ``logits``: ``[len(chunks), vocab_size]``."""
-    # A sum is finite exactly if all of its terms are: float32 holds the sum of any sane logits.
-    finite = logits.sum(dim=-1).isfinite().tolist()
-    rows = [row for row, good in enumerate(finite) if good]
-    kept = [(chunks[row], chunks[row].sampling) for row in rows]
-    token_ids = sample(
-        logits if len(rows) == len(chunks) else logits[rows],
-        [sampling for _, sampling in kept if sampling is not None],
-        [chunk.position for chunk, _ in kept],
-    )
-    outcomes: dict[RequestKey, int | str] = {chunk.key: "the model's output is not finite" for chunk in chunks}
-    outcomes.update({chunk.key: token for (chunk, _), token in zip(kept, token_ids, strict=True)})
-    return outcomes
+def _choose(logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> dict[RequestKey, Choice | str]:
+    """A token for each row, or why not. ``logits``: ``[len(chunks), vocab_size]``."""
+    draws = [
+        Draw(chunk.sampling, chunk.position, chunk.num_generated, chunk.history)
+        for chunk in chunks
+        if chunk.sampling is not None
+    ]
+    return dict(zip([chunk.key for chunk in chunks], choose(logits, draws), strict=True))

@@ -1,116 +1,134 @@
-"""Chooses tokens from logits. Stateless: noise is a hash of (seed, position, token id).
+"""Chooses tokens from logits. Stateless, and every row by itself.
 
-So a request draws the same tokens alone or with any batch mates, on either node, after preemption and after
-failover, and there is no generator state to ship. Every row is computed by itself, in float64, so that nothing
-of its batch shows in its rounding either.
-
-A row with temperature ``T`` takes the token with the greatest ``logit / T + g``, where ``g`` is Gumbel noise:
-this draws from softmax(logits / T) (the Gumbel-max trick), and restricting the race to the nucleus draws from the
-renormalised nucleus.
+What a row gets depends on its logits, its options, its position and (with penalties) its history: not on its batch
+mates, their order or number, the node or the number of threads (:mod:`engine.noise`). Rows that are merely greedy
+cost an argmax, whatever others in the batch ask for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from cluster.request import SamplingParams
+from cluster.request import SamplingParams, TokenLogprobs
+from engine.candidates import Logits
+from engine.history import TokenHistory
+from engine.logprobs import token_logprobs
+from engine.penalties import Edit, apply_edits
+from engine.race import race
 
-NUM_CANDIDATES: Final = (256, 4096)
-
-_MIN_TEMPERATURE: Final = 1e-9  # greedy in all but ties already; keeps the quotient finite
-
-_MASK: Final = (1 << 64) - 1
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-_MIX: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST_SHIFT: Final = 31
+NOT_FINITE = "the model's output is not finite"
+NOTHING_LEFT = "the request's options leave no token to choose"
+NO_HISTORY = "internal: penalties without the sequence's history"
 
 
-@torch.inference_mode()
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row asks for. ``position`` is the index in its sequence of the token to be chosen; the rest as in
+    :class:`engine.step.SequenceChunk`.
+    """
+
+    sampling: SamplingParams
+    position: int
+    num_generated: int = 0
+    history: TokenHistory | None = None
+
+
+class Choice(NamedTuple):
+    """The token of one row; ``logprobs`` if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Choice | str]:
+    """A token for each row, or why that row has none. ``logits``: float32 ``[len(draws), vocab_size]``, unchanged.
+
+    A row fails alone: if its logits are not finite, its options leave no token, or its history is missing. Greedy
+    rows take the lowest of equals. Logits on another device than the CPU are copied from there first.
+    """
+    if not draws:
+        return []
+    values: Logits = logits.detach().cpu().numpy()
+    problems = _problems(values, draws)
+    plain: list[int] = []
+    special: list[int] = []
+    for row, draw in enumerate(draws):
+        if row not in problems:
+            edited = draw.sampling.edits_logits(draw.num_generated)
+            (plain if draw.sampling.greedy and not edited else special).append(row)
+    token_ids: dict[int, int | None] = {}
+    if plain:
+        token_ids.update(zip(plain, _rows(values, plain).argmax(axis=1).tolist(), strict=True))
+    if special:
+        token_ids.update(zip(special, _choose_special(values, special, draws), strict=True))
+    logprobs = _logprobs(values, draws, token_ids)
+    outcomes: list[Choice | str] = []
+    for row in range(len(draws)):
+        token_id = token_ids.get(row)
+        outcomes.append(problems.get(row, NOTHING_LEFT) if token_id is None else Choice(token_id, logprobs.get(row)))
+    return outcomes
+
+
 def sample(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """Choose one token id a row.
-
-    ``logits``: finite float32 ``[num_rows, vocab_size]``; ``sampling`` and ``positions`` (the index in its sequence of
-    the token being chosen) have ``num_rows`` entries. Equal logits go to the lowest id. If all rows are greedy the
-    whole cost is one argmax.
-    """
-    token_ids: list[int] = logits.argmax(dim=-1).tolist()
-    for row, params in enumerate(sampling):
-        if not params.greedy:
-            token_ids[row] = _sample_row(logits[row], params, positions[row])
-    return token_ids
+    """The token ids of :func:`choose`, for rows that cannot fail. Raises ValueError if one does."""
+    outcomes = choose(logits, [Draw(*draw) for draw in zip(sampling, positions, strict=True)])
+    if failed := [outcome for outcome in outcomes if isinstance(outcome, str)]:
+        raise ValueError(failed[0])
+    return [outcome.token_id for outcome in outcomes if isinstance(outcome, Choice)]
 
 
-def gumbel(seed: int, position: int, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise of each token id: float64 of the shape of ``token_ids`` (int64), always finite."""
-    key = _mix_int(_mix_int(seed) + _mix_int(position ^ _GOLDEN))
-    mixed = _mix_tensor(token_ids * _signed(_GOLDEN) + _signed(key))
-    # 52 bits and a half: exactly representable and never 0 or 1, so neither logarithm meets its pole.
-    uniform = _shift_right(mixed, 12).double().add_(0.5).mul_(2.0**-52)
-    return uniform.log_().neg_().log_().neg_()
+def _problems(logits: Logits, draws: Sequence[Draw]) -> dict[int, str]:
+    # A sum is finite exactly if all of its terms are: float32 holds the sum of any sane logits.
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(logits.sum(axis=1)).tolist()
+    problems = {row: NOT_FINITE for row, good in enumerate(finite) if not good}
+    for row, draw in enumerate(draws):
+        if draw.history is None and draw.sampling.penalised:
+            problems.setdefault(row, NO_HISTORY)
+    return problems
 
 
-def _sample_row(logits: Tensor, params: SamplingParams, position: int) -> int:
-    scaled = logits.double() / max(params.temperature, _MIN_TEMPERATURE)
-    if params.top_p >= 1.0:
-        return _race(scaled, torch.arange(scaled.numel()), params.seed, position)
-    nucleus = _nucleus(scaled, params.top_p)
-    return _race(scaled[nucleus], nucleus, params.seed, position)
+def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw]) -> list[int | None]:
+    """Tokens of rows that sample or have options; None for a row whose options leave nothing."""
+    edits = [
+        Edit(index, draw.sampling, draw.num_generated, draw.history)
+        for index, draw in ((index, draws[row]) for index, row in enumerate(rows))
+        if draw.sampling.edits_logits(draw.num_generated)
+    ]
+    work = _rows(logits, rows)
+    if edits:
+        work = work.copy() if work is logits else work
+        apply_edits(work, edits)
+    greedy = [index for index, row in enumerate(rows) if draws[row].sampling.greedy]
+    random = [index for index, row in enumerate(rows) if not draws[row].sampling.greedy]
+    chosen: dict[int, int | None] = {}
+    if greedy:
+        for index, token_id in zip(greedy, _rows(work, greedy).argmax(axis=1).tolist(), strict=True):
+            chosen[index] = token_id if work[index, token_id] > -np.inf else None
+    if random:
+        asked = [draws[rows[index]] for index in random]
+        winners = race(_rows(work, random), [draw.sampling for draw in asked], [draw.position for draw in asked])
+        chosen.update(zip(random, winners, strict=True))
+    return [chosen[index] for index in range(len(rows))]
 
 
-def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
-    """The fewest most likely token ids whose probabilities reach ``top_p``, likeliest first.
-
-    Looks among the most likely few hundred, then few thousand, with the normaliser of the whole row: sorting a row
-    takes ten times as long and is seldom needed.
-    """
-    normaliser = scaled.logsumexp(dim=0)
-    for num_candidates in NUM_CANDIDATES:
-        if num_candidates < scaled.numel():
-            token_ids = scaled.topk(num_candidates).indices.sort().values
-            nucleus = _prefix(scaled, token_ids, normaliser, top_p)
-            # Among equals at the edge topk picks any, so a nucleus is trusted only if it ends above the edge.
-            if scaled[nucleus[-1]] > scaled[token_ids].min():
-                return nucleus
-    return _prefix(scaled, torch.arange(scaled.numel()), normaliser, top_p)
+def _logprobs(logits: Logits, draws: Sequence[Draw], token_ids: dict[int, int | None]) -> dict[int, TokenLogprobs]:
+    rows, chosen, counts = [], [], []
+    for row, draw in enumerate(draws):
+        if draw.sampling.num_logprobs is not None and (token_id := token_ids.get(row)) is not None:
+            rows.append(row)
+            chosen.append(token_id)
+            counts.append(draw.sampling.num_logprobs)
+    if not rows:
+        return {}
+    return dict(zip(rows, token_logprobs(_rows(logits, rows), chosen, counts), strict=True))
 
 
-def _prefix(scaled: Tensor, token_ids: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
-    """The fewest most likely of ``token_ids`` (ascending) whose probabilities reach ``top_p``, likeliest first."""
-    ordered, order = scaled[token_ids].sort(descending=True, stable=True)
-    reached = (ordered - normaliser).exp().cumsum(dim=0)
-    num_kept = min(1 + int((reached < top_p).sum()), len(ordered))
-    return token_ids[order[:num_kept]]
-
-
-def _race(scaled: Tensor, token_ids: Tensor, seed: int, position: int) -> int:
-    score = scaled + gumbel(seed, position, token_ids)
-    return int(token_ids[score == score.max()].min())
-
-
-def _mix_int(value: int) -> int:
-    """The finaliser of splitmix64 on Python integers."""
-    value = (value + _GOLDEN) & _MASK
-    for shift, multiplier in _MIX:
-        value = ((value ^ (value >> shift)) * multiplier) & _MASK
-    return value ^ (value >> _LAST_SHIFT)
-
-
-def _mix_tensor(value: Tensor) -> Tensor:
-    """The same (without the increment), in place on int64, whose products wrap modulo 2**64."""
-    for shift, multiplier in _MIX:
-        value.bitwise_xor_(_shift_right(value, shift)).mul_(_signed(multiplier))
-    return value.bitwise_xor_(_shift_right(value, _LAST_SHIFT))
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    # torch shifts int64 arithmetically; the mask drops the copies of the sign.
-    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    value &= _MASK
-    return value - (1 << 64) if value >> 63 else value
+def _rows(logits: Logits, rows: Sequence[int]) -> Logits:
+    """These rows, without a copy if they are all (``rows`` ascend)."""
+    return logits if len(rows) == len(logits) else logits[rows]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cluster.request import RequestKey, SamplingParams
+from cluster.request import RequestKey, SamplingParams, TokenLogprobs
+from engine.history import TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class SequenceChunk:
     ``i`` is the block of positions ``i * block_size`` and on, and the table covers at least this chunk.
     ``sampling`` is set if and only if a token is to be sampled after the last one; that token's index in the
     sequence is ``position`` (always ``start + len(token_ids)``), which with the seed determines its noise.
+    ``num_generated`` of the tokens before it are output, not prompt. ``history`` is set if ``sampling`` has penalties:
+    the whole sequence up to the token to be sampled. The runner reads it during the step, it stays the scheduler's.
     """
 
     key: RequestKey
@@ -28,6 +31,8 @@ class SequenceChunk:
     block_table: Sequence[int]
     sampling: SamplingParams | None
     position: int
+    num_generated: int = 0
+    history: TokenHistory | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids or self.start < 0 or self.position != self.start + len(self.token_ids):
@@ -53,10 +58,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token at the chunk's ``position``."""
+    """The token at the chunk's ``position``; ``logprobs`` if its request asked for them."""
 
     key: RequestKey
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 class FailedSequence(NamedTuple):

@@ -12,7 +12,9 @@ from enum import Enum
 from cluster.request import FinishReason, RequestKey, SamplingParams
 from cluster.transitions import Life, TransitionTable
 from cluster.wire import Capsule, Party, Submit, Ticket, Token0
+from engine.history import TokenHistory
 from engine.instructions import Push
+from engine.step import SampledToken, SequenceChunk
 from kvtransfer.ticket import TransferTicket
 
 
@@ -82,6 +84,7 @@ class Handoff:
     cancel_asked: bool = False
     blocks_sent: int = 0
     askers: list[Party] = field(default_factory=list)
+    history: TokenHistory | None = None
 
     @classmethod
     def queued(cls, router: Party, submit: Submit, transfer: TransferTicket | None, now: float) -> Handoff:
@@ -148,26 +151,47 @@ class Handoff:
         self.num_pushed = ready
         return Push(self.transfer, items, (self.block_table[-1], used) if done and used else None)
 
-    def token0(self, token_id: int, finish: FinishReason | None, now: float) -> Token0:
+    def next_chunk(self, count: int) -> SequenceChunk:
+        """The next ``count`` prompt tokens; the last chunk samples token 0, and only then the prompt is counted."""
+        start, end = self.num_computed, self.num_computed + count
+        last = end == len(self.prompt)
+        if last:
+            self.history = TokenHistory.of_sequence(self.sampling, self.prompt, self.num_emitted)
+        return SequenceChunk(
+            key=self.key,
+            token_ids=self.prompt[start:end],
+            start=start,
+            block_table=self.block_table,
+            sampling=self.sampling if last else None,
+            position=end,
+            num_generated=self.num_emitted,
+            history=self.history,
+        )
+
+    def token0(self, token: SampledToken, finish: FinishReason | None, now: float) -> Token0:
         """What the router hears when the prompt is computed."""
         return Token0(
             key=self.key,
-            token_id=token_id,
+            token_id=token.token_id,
             finish_reason=finish,
             cached_tokens=self.num_cached,
             queue_s=self.started_s - self.queued_s,
             prefill_s=now - self.started_s,
+            logprobs=token.logprobs,
         )
 
     def capsule(self, token0: int, block_size: int) -> Capsule:
         """All the decode node needs besides the blocks, given that ``token0`` does not end the request."""
         num_full = len(self.prompt) // block_size
+        if self.history is not None:
+            self.history.append(token0)
         return Capsule(
             prompt_len=len(self.prompt),
             token0=token0,
             num_emitted=self.num_emitted + 1,
             tail_token_ids=self.prompt[num_full * block_size :],
             sampling=self.sampling,
+            penalty_counts=None if self.history is None else self.history.counts(),
         )
 
     def report(self) -> dict[str, str | int | float]:

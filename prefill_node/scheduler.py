@@ -32,7 +32,7 @@ from engine.instructions import (
     TransferProgress,
 )
 from engine.remembered import RouterWatch
-from engine.step import SequenceChunk, StepPlan, StepResult
+from engine.step import SampledToken, SequenceChunk, StepPlan, StepResult
 from kvtransfer.events import BlocksSent, PushEnded, PushFailed
 from kvtransfer.ticket import TransferTicket
 from prefill_node.admission import PrefillSettings, check_submit, open_ticket
@@ -223,20 +223,11 @@ class PrefillState:
             self._counters["prefix_cached_tokens_total"] += handoff.num_cached
 
     def _chunk(self, handoff: Handoff, count: int) -> SequenceChunk:
-        start = handoff.num_computed
-        end = start + count
         handoff.num_scheduled = count
-        return SequenceChunk(
-            key=handoff.key,
-            token_ids=handoff.prompt[start:end],
-            start=start,
-            block_table=handoff.block_table,
-            sampling=handoff.sampling if end == len(handoff.prompt) else None,
-            position=end,
-        )
+        return handoff.next_chunk(count)
 
     def _on_step(self, result: StepResult, now: float) -> None:
-        sampled = {token.key: token.token_id for token in result.tokens}
+        sampled = {token.key: token for token in result.tokens}
         failed = dict(result.failed)
         planned, self._planned = self._planned, []
         for handoff, count in planned:
@@ -264,16 +255,16 @@ class PrefillState:
         if (push := handoff.take_ready(self._settings.block_size)) is not None:
             self._out.append(push)
 
-    def _hand_over(self, handoff: Handoff, token0: int, now: float) -> None:
+    def _hand_over(self, handoff: Handoff, token0: SampledToken, now: float) -> None:
         """Token 0 exists: the router gets it at once, the decode node gets the capsule, or the request ends here."""
-        finish = finish_reason(handoff.sampling, token0, handoff.num_emitted + 1)
+        finish = finish_reason(handoff.sampling, token0.token_id, handoff.num_emitted + 1)
         self._out.append(Send(handoff.router, handoff.token0(token0, finish, now)))
         if finish is not None:
             self._counters["handoffs_ended_total"] += 1
             self._leave(handoff, HandoffState.ENDED, now)
             return
         self._push_ready(handoff)
-        capsule = handoff.capsule(token0, self._settings.block_size)
+        capsule = handoff.capsule(token0.token_id, self._settings.block_size)
         self._out.append(Send(handoff.ticket.decode, Commit(handoff.key, capsule)))
         handoff.life.move(HandoffState.SENDING, now)
 

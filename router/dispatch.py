@@ -196,7 +196,8 @@ class Dispatcher:
                     next_index = 1
                     self._placer.prefilled(booking)
                     self._line.pump()
-                    yield TokenDelta((message.token_id,), message.finish_reason, message.cached_tokens)
+                    logprobs = () if message.logprobs is None else (message.logprobs,)
+                    yield TokenDelta((message.token_id,), message.finish_reason, message.cached_tokens, logprobs)
                     if message.finish_reason is not None:
                         return
                 case TokenItem():
@@ -210,7 +211,7 @@ class Dispatcher:
                 if item.index != next_index:
                     raise TransferError("tokens were lost between the decode node and the router")
                 next_index += len(item.token_ids)
-                yield TokenDelta(item.token_ids, item.finish_reason)
+                yield TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs)
                 if item.finish_reason is not None:
                     return
 

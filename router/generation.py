@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.request import FinishReason, SamplingParams
+from cluster.request import FinishReason, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,13 @@ class TokenDelta:
 
     A stop token's id is the last of ``token_ids`` with finish reason ``stop``: it counts as a generated
     token, its text is not shown. ``cached_tokens``, the prompt tokens found in a prefix cache, comes with
-    token 0.
+    token 0. ``logprobs`` has one entry a token if they were asked for, else none.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     cached_tokens: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ ENVIRONMENT_HOMES = ("cluster/config.py", "kvtransfer/ucx.py", "cli/children.py"
 PURE = (
     "router/policy.py",
     "engine/block_pool.py",
+    "engine/history.py",
     "engine/instructions.py",
     "engine/remembered.py",
     "engine/step.py",

@@ -128,7 +128,7 @@ async def test_what_is_no_message_is_counted_and_dropped(outsider: zmq.Socket[by
     async with Channel(config("a")) as a, Channel(config("b")) as b:
         good = encode(Envelope(a.party, b.party.epoch, Ping(1)))
         outsider.connect(b.party.address)
-        for frame in (b"", b"\x01", b"\x80\x04\x95", b"\x02" + good[1:], good[:-1], good + b"\x00"):
+        for frame in (b"", b"\x01", b"\x80\x04\x95", b"\xff" + good[1:], good[:-1], good + b"\x00"):
             outsider.send(frame)
         outsider.send_multipart([good, good])
         outsider.send(good)

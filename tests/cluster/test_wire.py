@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from cluster.request import RequestId, RequestKey, SamplingParams
+from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
 from cluster.wire import (
     MAX_FRAME_BYTES,
     WIRE_VERSION,
@@ -27,6 +27,7 @@ from cluster.wire import (
     NodeLoad,
     Party,
     PeerDown,
+    PenaltyCounts,
     Ping,
     Pong,
     Refused,
@@ -45,6 +46,24 @@ KEY = RequestKey(RequestId("r"), 1)
 NAME = b"0123456789abcdef"
 DECODE = Party("decode-0", 2**62, "tcp://127.0.0.1:4000")
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.5, top_p=0.9, seed=2**62, stop_token_ids=(1, 2))
+EVERYTHING = SamplingParams(
+    max_tokens=8,
+    temperature=0.5,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    seed=-1,
+    choice=3,
+    stop_token_ids=(1, 2),
+    min_tokens=4,
+    repetition_penalty=1.1,
+    presence_penalty=-2.0,
+    frequency_penalty=0.5,
+    logit_bias=((3, -100.0), (4, 2.5)),
+    allowed_token_ids=(3, 4, 5),
+    banned_token_ids=(6,),
+    num_logprobs=20,
+)
 TICKET = Ticket(DECODE, "layout", 16, 3, b"\x00\xff")
 MESSAGES: list[Message] = [
     Reserve(KEY, Party("p", 0, "tcp://[::1]:1"), 40, NAME, (NAME, NAME), SAMPLING, 30.0, 2),
@@ -53,9 +72,12 @@ MESSAGES: list[Message] = [
     Refused(KEY, "never", None),
     Submit(KEY, (0, 2**32 - 1), (NAME,), SAMPLING, TICKET, 30.0),
     Token0(KEY, 7, None, 16, 0.1, 0.2),
+    Token0(KEY, 7, "stop", 16, 0.1, 0.2, TokenLogprobs(-0.25, ((7, -0.25), (2**32 - 1, -9999.0)))),
     Commit(KEY, Capsule(40, 7, 1, (5, 6), SAMPLING)),
+    Commit(KEY, Capsule(40, 7, 1, (5, 6), EVERYTHING, PenaltyCounts((5, 6), ((7, 1),)))),
     Acknowledged(KEY),
     Tokens(3, (TokenItem(KEY, 1, (8,), None), TokenItem(KEY, 2, (9, 10), "stop"))),
+    Tokens(3, (TokenItem(KEY, 1, (8, 9), None, (TokenLogprobs(0.0), TokenLogprobs(-1.0, ((8, -0.5),)))),)),
     Cancel(KEY),
     Cancelled(KEY, 4, 2),
     Failed(KEY, "transfer_failed", "blöcke"),
@@ -64,6 +86,7 @@ MESSAGES: list[Message] = [
     Pong(1, NodeLoad(1, 2, 3, 4, 5)),
 ]
 CONTROLLER = Party("router-0", 1, "tcp://127.0.0.1:3999")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def frame_of(envelope: object) -> bytes:
@@ -145,6 +168,51 @@ def test_fields_of_another_kind_are_messages_or_wire_errors(
 def test_values_no_node_could_compute_with_are_refused(message: Message, field: str, value: object) -> None:
     envelope = as_data(message)
     envelope["body"][field] = value
+    with pytest.raises(WireError):
+        decode(frame_of(envelope))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, value) for name in FLOATS for value in (math.nan, math.inf, -math.inf, 1e300, -1e300)),
+        ("temperature", -0.1),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-320),
+        ("presence_penalty", 2.1),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("max_tokens", -1),
+        ("min_tokens", 2**63),
+        ("choice", -1),
+        ("num_logprobs", 21),
+        ("num_logprobs", -1),
+        ("logit_bias", [[1, 100.5]]),
+        ("logit_bias", [[1, math.nan]]),
+        ("logit_bias", [[-1, 1.0]]),
+        ("logit_bias", [[1]]),
+        ("allowed_token_ids", [-1]),
+        ("banned_token_ids", [2**32]),
+        ("surprise", 1),
+    ],
+)
+def test_options_no_sampler_could_compute_with_are_refused(field: str, value: object) -> None:
+    envelope = as_data(Commit(KEY, Capsule(40, 7, 1, (5, 6), EVERYTHING)))
+    envelope["body"]["capsule"]["sampling"][field] = value
+    with pytest.raises(WireError):
+        decode(frame_of(envelope))
+
+
+def test_options_nobody_asked_for_take_no_bytes() -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams(max_tokens=8))) == {"max_tokens": 8}
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf, -10_000.0, 0.1])
+def test_logprobs_clients_cannot_read_are_refused(logprob: float) -> None:
+    envelope = as_data(Token0(KEY, 7, None, 16, 0.1, 0.2, TokenLogprobs(-1.0)))
+    envelope["body"]["logprobs"][0] = logprob
     with pytest.raises(WireError):
         decode(frame_of(envelope))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import msgspec
 import pytest
 from decode_bench import (
     BLOCK_SIZE,
@@ -20,8 +21,23 @@ from decode_bench import (
 )
 
 from cluster.prefix_hash import block_hashes
-from cluster.wire import Acknowledged, Cancel, Commit, Granted, Ping, Pong, Refused, Token0, TokenItem, Tokens
+from cluster.request import SamplingParams, TokenLogprobs
+from cluster.wire import (
+    Acknowledged,
+    Cancel,
+    Commit,
+    Failed,
+    Granted,
+    PenaltyCounts,
+    Ping,
+    Pong,
+    Refused,
+    Token0,
+    TokenItem,
+    Tokens,
+)
 from engine.instructions import CompleteTransfer, Expect
+from engine.step import SampledToken, StepResult
 from kvtransfer.ticket import BlockHandle, decode_ticket
 
 
@@ -101,6 +117,52 @@ def test_a_stop_token_ends_it_and_is_the_last_token(bench: DecodeBench) -> None:
     bench.step(7)
     (tokens,) = of_kind(bench.step(55), Tokens)
     assert tokens.items == (TokenItem(key(), 2, (55,), "stop"),)
+
+
+def test_penalties_count_on_from_the_capsule(bench: DecodeBench) -> None:
+    sampling = SamplingParams(max_tokens=9, repetition_penalty=1.1)
+    reserve = msgspec.structs.replace(make_reserve(4), sampling=sampling)
+    capsule = msgspec.structs.replace(
+        make_commit(reserve, 4).capsule, penalty_counts=PenaltyCounts((0, 1, 2, 3), ((100, 1),))
+    )
+    bench.message(reserve)
+    bench.arrived(1, 0)
+    bench.message(Commit(key(), capsule), PREFILL)
+    for num_generated, token_id in enumerate((3, 100, 55), start=1):
+        plan = bench.plan()
+        assert plan.chunks[0].num_generated == num_generated
+        bench.finish(plan, token_id)
+    plan = bench.plan()
+    history = plan.chunks[0].history
+    assert history is not None
+    assert history.counts() == PenaltyCounts((0, 1, 2), ((3, 1), (100, 2), (55, 1)))
+    bench.message(Cancel(key()))
+    bench.finish(plan)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "counts"), [(1.0, PenaltyCounts((), ((100, 1),))), (1.5, None)], ids=["unasked", "missing"]
+)
+def test_a_capsule_without_the_counts_it_needs_is_refused(
+    bench: DecodeBench, penalty: float, counts: PenaltyCounts | None
+) -> None:
+    reserve = msgspec.structs.replace(
+        make_reserve(4), sampling=SamplingParams(max_tokens=9, repetition_penalty=penalty)
+    )
+    bench.message(reserve)
+    capsule = msgspec.structs.replace(make_commit(reserve, 4).capsule, penalty_counts=counts)
+    (failed,) = of_kind(bench.message(Commit(key(), capsule), PREFILL), Failed)
+    assert "penalties" in failed.message
+    bench.withdrawn()
+
+
+def test_logprobs_go_with_their_token(bench: DecodeBench) -> None:
+    bench.make_runnable(1, 4, max_tokens=3)
+    bench.plan()
+    logprobs = TokenLogprobs(-1.5, ((7, -0.5), (101, -1.5)))
+    out = bench.finish_with(StepResult((SampledToken(key(), 101, logprobs),), (), 0.1))
+    assert of_kind(out, Tokens)[0].items == (TokenItem(key(), 1, (101,), None, (logprobs,)),)
+    bench.message(Cancel(key()))
 
 
 def test_an_answer_goes_on_where_an_earlier_attempt_stopped(bench: DecodeBench) -> None:

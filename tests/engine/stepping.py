@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cluster.request import RequestId, RequestKey, SamplingParams
+from engine.history import TokenHistory
 from engine.model import ForwardBatch
 from engine.runner import ModelRunner
 from engine.step import SequenceChunk, StepPlan
@@ -80,10 +81,16 @@ class Bench:
                     block_table=sequence.block_table,
                     sampling=sequence.sampling if sequence.num_missing == 0 else None,
                     position=start + count,
+                    num_generated=len(sequence.token_ids) - sequence.num_prompt,
+                    history=self._history(sequence),
                 )
             )
         self.rng.shuffle(chunks)
         return chunks
+
+    def _history(self, sequence: Running) -> TokenHistory | None:
+        num_generated = len(sequence.token_ids) - sequence.num_prompt
+        return TokenHistory.of_sequence(sequence.sampling, sequence.token_ids, num_generated)
 
     def _extend(self, sequence: Running, token_id: int) -> None:
         sequence.token_ids.append(token_id)

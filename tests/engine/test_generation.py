@@ -92,7 +92,14 @@ def test_greedy_tokens_equal_hugging_face(
 
 def test_sampled_tokens_do_not_depend_on_cutting_or_company(model: LlamaModel, reference: Reference) -> None:
     wishes = [
-        SamplingParams(max_tokens=6, temperature=0.7 + index / 10, top_p=(1.0, 0.9)[index % 2], seed=index)
+        SamplingParams(
+            max_tokens=6,
+            temperature=0.7 + index / 10,
+            top_p=(1.0, 0.9)[index % 2],
+            repetition_penalty=(1.0, 1.0, 1.3)[index % 3],
+            frequency_penalty=(0.0, 0.5)[index % 2],
+            seed=index,
+        )
         for index in range(len(reference.prompts))
     ]
     together = bench(model, 16, 1).generate(reference.prompts, wishes, 48)

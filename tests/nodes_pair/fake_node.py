@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from fake_kv import FINGERPRINT, FakePlane, Memory
 
-from cluster.request import FinishReason, SamplingParams, finish_reason
+from cluster.request import FinishReason, SamplingParams, TokenLogprobs, finish_reason
 from cluster.wire import Message, Party
 from decode_node.reservation import DecodeSettings
 from decode_node.scheduler import DecodeState
@@ -42,20 +42,35 @@ VOCABULARY = 7
 BEING_WRITTEN = -3
 
 
-def next_token(token_ids: Sequence[int], seed: int) -> int:
-    """The "model": depends on every token before it."""
-    digest = blake2b(repr((list(token_ids), seed)).encode(), digest_size=4).digest()
+def next_token(
+    token_ids: Sequence[int], sampling: SamplingParams, num_generated: int, counts: dict[int, int] | None
+) -> int:
+    """The "model": depends on every token before it, on how many are output, and on what penalties are told."""
+    seen = None if counts is None else sorted(counts.items())
+    digest = blake2b(repr((list(token_ids), sampling.seed, num_generated, seen)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
+
+
+def counts_of(sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> dict[int, int] | None:
+    """What penalties must be told of a sequence."""
+    if not sampling.penalised:
+        return None
+    known = {*prompt, *output} if sampling.repetition_penalty != 1.0 else set(output)
+    return {token_id: output.count(token_id) for token_id in known}
+
+
+def logprobs_of(sampling: SamplingParams, token_id: int) -> TokenLogprobs | None:
+    return None if sampling.num_logprobs is None else TokenLogprobs(-float(token_id), ((token_id, -float(token_id)),))
 
 
 def expected_answer(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
     """What any correct cluster answers."""
-    token_ids = list(prompt)
+    output: list[int] = []
     while True:
-        token_ids.append(next_token(token_ids, sampling.seed))
-        num_generated = len(token_ids) - len(prompt)
-        if (reason := finish_reason(sampling, token_ids[-1], num_generated)) is not None:
-            return token_ids[len(prompt) :], reason
+        counts = counts_of(sampling, prompt, output)
+        output.append(next_token([*prompt, *output], sampling, len(output), counts))
+        if (reason := finish_reason(sampling, output[-1], len(output))) is not None:
+            return output, reason
 
 
 class Node:
@@ -148,7 +163,10 @@ class Node:
             elif chunk.sampling is not None:
                 context = self.memory.read(chunk.block_table, chunk.position)
                 assert min(context) >= 0, f"{chunk.key} attends to slots nobody wrote: {context}"
-                tokens.append(SampledToken(chunk.key, next_token(context, chunk.sampling.seed)))
+                history = chunk.history
+                counts = None if history is None else dict(zip(*(a.tolist() for a in history.arrays()), strict=True))
+                token_id = next_token(context, chunk.sampling, chunk.num_generated, counts)
+                tokens.append(SampledToken(chunk.key, token_id, logprobs_of(chunk.sampling, token_id)))
         self._take_in(StepFinished(StepResult(tuple(tokens), tuple(failed), 0.0)))
 
     def _check_chunk(self, chunk: SequenceChunk) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fake_kv import FINGERPRINT
-from fake_node import BLOCK_SIZE, expected_answer
+from fake_node import BLOCK_SIZE, expected_answer, logprobs_of
 
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams
@@ -149,7 +149,8 @@ class Router:
             return
         assert not job.token_ids, "a second token 0"
         job.cached_tokens = token0.cached_tokens
-        self._relay(job, TokenItem(job.key, 0, (token0.token_id,), token0.finish_reason))
+        logprobs = () if token0.logprobs is None else (token0.logprobs,)
+        self._relay(job, TokenItem(job.key, 0, (token0.token_id,), token0.finish_reason, logprobs))
         early, job.early = job.early, []
         for item in early:
             self._relay(job, item)
@@ -162,6 +163,8 @@ class Router:
             return
         assert item.index == len(job.token_ids), f"gap: {item} after {len(job.token_ids)} tokens"
         job.token_ids += item.token_ids
+        wanted = [logprobs_of(job.sampling, token_id) for token_id in item.token_ids]
+        assert list(item.logprobs) == [each for each in wanted if each is not None]
         answer, reason = expected_answer(job.prompt, job.sampling)
         assert job.token_ids == answer[: len(job.token_ids)], f"{job.key}: {job.token_ids}, right is {answer}"
         if item.finish_reason is not None:

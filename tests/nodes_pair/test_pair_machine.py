@@ -31,6 +31,9 @@ samplings = st.builds(
     max_tokens=st.integers(1, 10),
     seed=st.integers(0, 3),
     stop_token_ids=st.sampled_from([(), (), (0,), (1, 2)]),
+    repetition_penalty=st.sampled_from([1.0, 1.2]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    num_logprobs=st.sampled_from([None, 1]),
 )
 
 

@@ -18,7 +18,14 @@ def random_request(rng: random.Random) -> tuple[tuple[int, ...], SamplingParams]
     base = [family.randrange(VOCABULARY) for _ in range(MAX_MODEL_LEN)]
     prompt = tuple(base[: rng.randint(1, 20)]) + tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3)))
     stops = tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 2])))
-    return prompt, SamplingParams(max_tokens=rng.randint(1, 12), seed=rng.randrange(5), stop_token_ids=stops)
+    return prompt, SamplingParams(
+        max_tokens=rng.randint(1, 12),
+        seed=rng.randrange(5),
+        stop_token_ids=stops,
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+        num_logprobs=rng.choice([None, 1]),
+    )
 
 
 def run_one(world: World, prompt: tuple[int, ...], max_tokens: int) -> Job:
@@ -107,6 +114,25 @@ def test_every_length_limit_is_kept(prompt_len: int, max_tokens: int) -> None:
     computed = world.nodes["D0"].state.counters()["decode_computed_tokens_total"]
     assert computed == max_tokens - 1, "the decode node computed what the prefill node had"
     world.drain(random.Random(4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"frequency_penalty": -0.5, "repetition_penalty": 0.9}],
+    ids=str,
+)
+@pytest.mark.parametrize("prompt_len", [1, 4, 7, 9])
+def test_penalties_know_what_one_node_would_know(prompt_len: int, options: dict[str, float]) -> None:
+    """The router of the simulation compares every token with one that depends on the counts at its place."""
+    world = World(num_prefill=1, num_decode=1, num_routers=1)
+    pair = (world.nodes["P0"].party, world.nodes["D0"].party)
+    for seed in range(5):
+        sampling = SamplingParams(max_tokens=12, seed=seed, num_logprobs=0, **options)  # type: ignore[arg-type]
+        job = world.routers[0].start(tuple(range(prompt_len)), sampling, pair, 60.0)
+        world.settle(random.Random(seed))
+        assert job.ending == "finished"
+        assert len(job.token_ids) == 12
+    world.drain(random.Random(5))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from prefill_bench import (
     BLOCK_SIZE,
@@ -16,9 +19,26 @@ from prefill_bench import (
     ticket_of,
 )
 
-from cluster.request import SamplingParams
-from cluster.wire import Acknowledged, Cancel, Cancelled, Capsule, Commit, Failed, Ping, Pong, Token0
+from cluster.request import SamplingParams, TokenLogprobs
+from cluster.wire import (
+    Acknowledged,
+    Cancel,
+    Cancelled,
+    Capsule,
+    Commit,
+    Failed,
+    PenaltyCounts,
+    Ping,
+    Pong,
+    Token0,
+)
 from engine.instructions import CancelPush, FinishPush, Push
+from engine.step import SampledToken, StepResult
+
+
+def cancel(bench: PrefillBench) -> None:
+    bench.message(Cancel(key()))
+    bench.push_ended()
 
 
 def acknowledge(bench: PrefillBench, name: str = "r") -> list[object]:
@@ -49,6 +69,54 @@ def test_one_request_from_submit_to_release(bench: PrefillBench) -> None:
     assert acknowledge(bench) == []
     assert bench.states() == {"r#1": "acknowledged"}
     assert bench.sent("r", 2) == [FinishPush(ticket_of("r"))]
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({}, None),
+        ({"logit_bias": ((3, 1.0),), "min_tokens": 2}, None),
+        ({"repetition_penalty": 1.1}, PenaltyCounts((5, 6), ((7, 2), (8, 1), (9, 1)))),
+        ({"presence_penalty": 0.1}, PenaltyCounts((), ((7, 2), (8, 1), (9, 1)))),
+    ],
+)
+def test_the_capsule_carries_counts_if_a_penalty_is_on(
+    bench: PrefillBench, options: dict[str, Any], counts: PenaltyCounts | None
+) -> None:
+    """What an earlier attempt generated is output, though it is part of the prompt now; so is token 0."""
+    sampling = SamplingParams(max_tokens=9, **options)
+    submit = make_submit((5, 6, 5, 7, 7, 8), num_emitted=3)
+    bench.message(msgspec.structs.replace(submit, sampling=sampling))
+    plan = bench.plan()
+    (chunk,) = plan.chunks
+    assert chunk.num_generated == 3
+    assert (chunk.history is not None) == (counts is not None)
+    if chunk.history is not None:
+        assert sum(chunk.history.arrays()[1].tolist()) == 3
+    (commit,) = of_kind(bench.finish(plan, token_id=9), Commit)
+    assert (commit.capsule.num_emitted, commit.capsule.penalty_counts) == (4, counts)
+    cancel(bench)
+
+
+def test_only_the_last_chunk_counts_the_prompt(bench: PrefillBench) -> None:
+    sampling = SamplingParams(max_tokens=9, repetition_penalty=2.0)
+    bench.message(msgspec.structs.replace(make_submit(10), sampling=sampling))
+    plan = bench.plan()
+    assert [chunk.history for chunk in plan.chunks] == [None]
+    bench.finish(plan)
+    plan = bench.plan()
+    assert [chunk.history is None for chunk in plan.chunks] == [False]
+    bench.finish(plan)
+    cancel(bench)
+
+
+def test_logprobs_of_token_0_go_to_the_router(bench: PrefillBench) -> None:
+    bench.submit(4)
+    logprobs = TokenLogprobs(-0.5, ((9, -0.5),))
+    bench.plan()
+    out = bench.finish_with(StepResult((SampledToken(key(), 9, logprobs),), (), 0.1))
+    assert of_kind(out, Token0)[0].logprobs == logprobs
+    cancel(bench)
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 7, 8, 9, 12, 16])

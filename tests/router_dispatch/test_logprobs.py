@@ -1,0 +1,40 @@
+"""Log-probabilities from both nodes reach whoever asked, each with its token."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+from cluster.request import SamplingParams, TokenLogprobs
+from cluster.wire import Commit, Message, Reserve, Submit, Token0, TokenItem, Tokens
+from router.generation import Generation, TokenDelta
+from tests.router_dispatch.rig import running_rig
+
+
+def logprobs_of(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(-float(token_id), ((token_id, -float(token_id)), (0, -9999.0)))
+
+
+async def test_logprobs_arrive_once_and_in_order() -> None:
+    sampling = SamplingParams(max_tokens=4, num_logprobs=2)
+    async with running_rig() as (rig, (prefill,), (decode,)):
+
+        def answer(submit: Submit) -> list[Message]:
+            items = (
+                TokenItem(submit.key, 1, (11, 12), None, (logprobs_of(11), logprobs_of(12))),
+                TokenItem(submit.key, 3, (13,), "length", (logprobs_of(13),)),
+            )
+            decode.send(rig.channel.party, Tokens(1, items))
+            decode._forget(submit.key)
+            prefill._forget(submit.key)
+            return [Token0(submit.key, 10, None, 7, 0.0, 0.0, logprobs_of(10))]
+
+        prefill.on_submit = answer
+        async with aclosing(rig.dispatcher.generate(Generation((1, 2, 3), sampling))) as deltas:
+            got = [delta async for delta in deltas]
+        assert [message.sampling for message in decode.got if isinstance(message, Reserve)] == [sampling]
+        assert decode.count(Commit) == 0
+    assert got == [
+        TokenDelta((10,), None, 7, (logprobs_of(10),)),
+        TokenDelta((11, 12), None, None, (logprobs_of(11), logprobs_of(12))),
+        TokenDelta((13,), "length", None, (logprobs_of(13),)),
+    ]
