@@ -17,29 +17,25 @@ from kernels.reference import KeyOrder, kv_views
 from kvtransfer.layout import DIM_MAJOR, TOKEN_MAJOR, BlockLayout
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_CPU: Final = torch.device("cpu")
 _KEY_ORDERS: Final[dict[str, KeyOrder]] = {TOKEN_MAJOR: "token_major", DIM_MAJOR: "dim_major"}
 
 
 class KVCache:
-    """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, on the CPU, zero at first.
+    """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, zero at first.
 
     ``keys`` and ``values`` are views ``[num_blocks, num_layers, num_kv_heads, block_size, head_dim]``, whatever the
     layout's ``key_order``: with ``dim_major`` keys lie as ``[head_dim, block_size]`` inside ``pool``.
     """
 
-    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
-        """Takes address space only; memory is taken block by block as it is first written.
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device = _CPU) -> None:
+        """On the CPU, takes address space only; memory is taken block by block as it is first written.
 
-        Raises OSError if there is no address space for it.
+        Raises OSError if there is no address space for it, and torch's OutOfMemoryError on a GPU.
         """
         self.layout = layout
         self.num_blocks = num_blocks
-        # torch.zeros writes every page (5 s for 2 GiB); an anonymous map is zero without being touched.
-        memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
-        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
-        self.pool: Tensor = flat.view(num_blocks, *layout.block_shape)
+        self.pool = _pool(layout, num_blocks, device)
         self.keys, self.values = kv_views(self.pool, _KEY_ORDERS[layout.key_order])
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
@@ -54,3 +50,13 @@ class KVCache:
         """
         for view in (self.keys, self.values):
             view[block_id, :, :, from_offset:] = 0
+
+
+def _pool(layout: BlockLayout, num_blocks: int, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(num_blocks, *layout.block_shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+    # torch.zeros writes every page (5 s for 2 GiB); an anonymous map is zero without being touched.
+    memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
+    return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
