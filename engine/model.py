@@ -38,7 +38,8 @@ class ForwardBatch:
         if device.type == "cpu":
             return self
         columns = (self.token_ids, self.positions, self.slots, self.sample_rows)
-        return ForwardBatch(*upload([column.numpy() for column in columns], device), self.spans)
+        token_ids, positions, slots, sample_rows = upload([column.numpy() for column in columns], device)
+        return ForwardBatch(token_ids, positions, slots, sample_rows, self.spans)
 
 
 class LlamaModel:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +26,9 @@ ON_GPU = pytest.param(
     "triton", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 )
 NAMES = (
-    ("triton",)
-    if INTERPRETED
-    else ("reference", *(_MARCH if platform.machine() == "x86_64" else ("native",)), ON_GPU)
+    ("triton",) if INTERPRETED else ("reference", *(_MARCH if platform.machine() == "x86_64" else ("native",)), ON_GPU)
 )
-SERVING = ("triton",) if INTERPRETED else ("reference", "native")
+SERVING = ("triton", "triton-graphs") if INTERPRETED else ("reference", "native")
 
 
 @functools.cache
@@ -48,4 +48,16 @@ def make(name: str, threads: int = 1) -> Backend:
         from kernels.triton.backend import Triton
 
         return Triton(torch.device("cpu" if INTERPRETED else "cuda"))
+    if name == "triton-graphs":
+        from kernels.triton.backend import Triton
+
+        return Triton(torch.device("cpu"), graph_batches=(1, 3), recorder=_repeat)
     return Reference() if name == "reference" else Native(library(name), threads)
+
+
+def _repeat(call: Callable[[], torch.Tensor]) -> Any:
+    """Stands in for recording a graph, which needs a GPU."""
+    from kernels.triton.graphs import Recorded
+
+    output = call()
+    return Recorded(lambda: output.copy_(call()), output)

@@ -49,8 +49,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """``out = x / sqrt(mean(x²) + eps) * weight`` over the last dimension, summed in float32.
 
     ``x``, ``out``: ``[num_rows, size]`` or ``[num_tokens, num_heads, size]``, dense in the last dimension only, of one
-    type; ``out`` may be ``x``. ``weight``: ``[size]`` of that type or float32. Rounds where `kernels.reference.rms_norm` rounds. Raises
-    ValueError for other shapes and types.
+    type; ``out`` may be ``x``. ``weight``: ``[size]`` of that type or float32. Rounds where
+    `kernels.reference.rms_norm` rounds. Raises ValueError for other shapes and types.
     """
     _launch(x, out, weight, eps, out, add=False)
 

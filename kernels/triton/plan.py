@@ -66,5 +66,6 @@ def plan_batch(spans: Spans, device: torch.device) -> BatchPlan:
         rows, _counts, context_lens, block_tables = on_device[:4]
         tokens = Tokens(rows, context_lens, block_tables, int(ones[2].max()))
     if len(others[0]):
-        chunks = Chunks(*on_device[4:], max_rows=int(others[1].max()))
+        first_rows, row_counts, context_lens, block_tables = on_device[4:]
+        chunks = Chunks(first_rows, row_counts, context_lens, block_tables, int(others[1].max()))
     return BatchPlan(chunks, tokens, chunks is None and np.array_equal(ones[0], np.arange(len(ones[0]))))

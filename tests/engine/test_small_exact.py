@@ -21,7 +21,7 @@ from safetensors.torch import save_file  # noqa: E402
 from stepping import Bench, all_logits  # noqa: E402
 
 from cluster.request import SamplingParams  # noqa: E402
-from engine.kv_cache import KVCache  # noqa: E402
+from engine.kv_cache import kv_cache  # noqa: E402
 from engine.model import LlamaModel  # noqa: E402
 from engine.model_config import Dtype, ModelConfig  # noqa: E402
 from engine.runner import ModelRunner  # noqa: E402
@@ -69,7 +69,7 @@ def ops(request: pytest.FixtureRequest) -> Backend:
 def runner(directory: Path, ops: Backend, block_size: int, dtype: Dtype = "float32") -> ModelRunner:
     config = ModelConfig.from_directory(directory)
     model = LlamaModel(config, load_weights(directory, config, ops, dtype))
-    return ModelRunner(model, KVCache(model.kv_layout(block_size), 256 // block_size, ops.device))
+    return ModelRunner(model, kv_cache(model.kv_layout(block_size), 256 // block_size, ops.device))
 
 
 @pytest.mark.parametrize(("budget", "block_size"), [(5, 4), (16, 8), (64, 16)])
