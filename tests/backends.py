@@ -28,7 +28,7 @@ ON_GPU = pytest.param(
 NAMES = (
     ("triton",) if INTERPRETED else ("reference", *(_MARCH if platform.machine() == "x86_64" else ("native",)), ON_GPU)
 )
-SERVING = ("triton", "triton-graphs") if INTERPRETED else ("reference", "native")
+SERVING = ("triton",) if INTERPRETED else ("reference", "native")
 
 
 @functools.cache

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from kernels import backend
 from kernels.backend import BackendError, select
