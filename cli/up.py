@@ -55,7 +55,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--ready-timeout-s", type=float, default=180, metavar="S", help="give up starting after this")
     nodes = parser.add_argument_group("passed on to the nodes (see python -m prefill_node --help)")
     nodes.add_argument("--dtype", default="fp32", help="fp32, bf16 or int8")
-    nodes.add_argument("--backend", default="auto", help="auto, native or reference")
+    nodes.add_argument("--backend", default="auto", help="auto, native, reference or triton")
+    nodes.add_argument("--device", default="auto", help="auto, cpu or cuda")
     nodes.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
     nodes.add_argument("--kv-blocks", type=int, metavar="N")
     nodes.add_argument("--kv-memory-gb", type=float, default=1.0, metavar="GB")
@@ -155,7 +156,7 @@ class _Deployment:
     def _commands(self, model: ModelFiles) -> list[tuple[str, list[str]]]:
         args = self._args
         shared = ["--model", str(model.directory), "--block-size", str(args.block_size), "--dtype", args.dtype]
-        shared += ["--backend", args.backend]
+        shared += ["--backend", args.backend, "--device", args.device]
         shared += ["--kv-memory-gb", str(args.kv_memory_gb), "--max-batch-tokens", str(args.max_batch_tokens)]
         shared += ["--max-num-seqs", str(args.max_num_seqs), "--transport", args.transport]
         shared += ["--threads", str(args.threads)]

@@ -1,4 +1,4 @@
-"""The memory of a node's KV pool: one tensor for the model, the same bytes for the transfer.
+"""The memory of a node's KV pool: a tensor for the model and bytes in host memory for the transfer.
 
 The cache owns the memory for the life of the process. Who may use which block is the block pool's business.
 """
@@ -6,6 +6,7 @@ The cache owns the memory for the life of the process. Who may use which block i
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -21,7 +22,9 @@ _KEY_ORDERS: Final[dict[str, KeyOrder]] = {TOKEN_MAJOR: "token_major", DIM_MAJOR
 
 
 class KVCache:
-    """``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, on the CPU, zero at first.
+    """A pool in host memory, which model and transfer share.
+
+    ``pool``: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, zero at first.
 
     ``keys`` and ``values`` are views ``[num_blocks, num_layers, num_kv_heads, block_size, head_dim]``, whatever the
     layout's ``key_order``: with ``dim_major`` keys lie as ``[head_dim, block_size]`` inside ``pool``.
@@ -34,18 +37,18 @@ class KVCache:
         """
         self.layout = layout
         self.num_blocks = num_blocks
-        # torch.zeros writes every page (5 s for 2 GiB); an anonymous map is zero without being touched.
-        memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
-        flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
-        self.pool: Tensor = flat.view(num_blocks, *layout.block_shape)
+        self.pool = self._allocate()
         self.keys, self.values = kv_views(self.pool, _KEY_ORDERS[layout.key_order])
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """The same memory as uint8 ``[num_blocks, block_bytes]``; writes show on both sides."""
-        view: npt.NDArray[np.uint8] = self.pool.view(self.num_blocks, -1).view(torch.uint8).numpy()
-        return view
+        return _bytes(self.pool)
+
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        """Have these blocks of the pool in :meth:`as_bytes`. The steps that wrote them are done."""
+
+    def from_host(self, block_ids: Sequence[int]) -> None:
+        """Have these blocks of :meth:`as_bytes` in the pool, for all steps from now on."""
 
     def zero_tail(self, block_id: int, from_offset: int) -> None:
         """Clear the slots of ``block_id`` from ``from_offset`` on, in all layers.
@@ -54,3 +57,64 @@ class KVCache:
         """
         for view in (self.keys, self.values):
             view[block_id, :, :, from_offset:] = 0
+
+    def _allocate(self) -> Tensor:
+        layout, num_blocks = self.layout, self.num_blocks
+        # torch.zeros writes every page (5 s for 2 GiB); an anonymous map is zero without being touched.
+        memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
+        return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
+
+
+class DeviceKVCache(KVCache):
+    """A pool on a GPU, and as much pinned host memory, where blocks stop on their way to and from the transfer.
+
+    The transport knows host memory only. Blocks that are sent or received cross the bus once more than with a
+    transport that reads a GPU itself.
+    """
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
+        """Takes all of the memory at once, on both sides. Raises torch's OutOfMemoryError and RuntimeError."""
+        self._device = device
+        super().__init__(layout, num_blocks)
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(self.pool.shape, dtype=self.pool.dtype, pin_memory=on_gpu)
+        # Of its own: what is sent must not wait for the step that runs meanwhile.
+        self._sending = torch.cuda.Stream(device) if on_gpu else None
+
+    def as_bytes(self) -> npt.NDArray[np.uint8]:
+        """The host's side as uint8 ``[num_blocks, block_bytes]``."""
+        return _bytes(self._host)
+
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of the pool to the host's side, and wait for it."""
+        with torch.cuda.stream(self._sending):
+            for block_id in block_ids:
+                self._host[block_id].copy_(self.pool[block_id], non_blocking=True)
+        if self._sending is not None:
+            self._sending.synchronize()
+
+    def from_host(self, block_ids: Sequence[int]) -> None:
+        """Copy blocks of the host's side into the pool, after the running step and before the next."""
+        for block_id in block_ids:
+            self.pool[block_id].copy_(self._host[block_id], non_blocking=True)
+
+    def zero_tail(self, block_id: int, from_offset: int) -> None:
+        """See :class:`KVCache`."""
+        with torch.cuda.stream(self._sending):
+            super().zero_tail(block_id, from_offset)
+
+    def _allocate(self) -> Tensor:
+        layout = self.layout
+        return torch.zeros(self.num_blocks, *layout.block_shape, dtype=TORCH_DTYPES[layout.dtype], device=self._device)
+
+
+def kv_cache(layout: BlockLayout, num_blocks: int, device: torch.device) -> KVCache:
+    """The cache for a model on ``device``."""
+    return KVCache(layout, num_blocks) if device.type == "cpu" else DeviceKVCache(layout, num_blocks, device)
+
+
+def _bytes(blocks: Tensor) -> npt.NDArray[np.uint8]:
+    view: npt.NDArray[np.uint8] = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
+    return view

@@ -13,6 +13,7 @@ from engine.weights import ModelWeights
 from kernels.decoder import DecoderStep
 from kernels.reference import rope_tables
 from kernels.spans import Spans
+from kernels.upload import upload
 from kvtransfer.layout import BlockLayout
 
 _FIRST_ROWS = 64  # buffers are made for so many rows at first and doubled as needed
@@ -32,6 +33,14 @@ class ForwardBatch:
     sample_rows: Tensor
     spans: Spans
 
+    def on(self, device: torch.device) -> ForwardBatch:
+        """The same batch, which is in host memory, on ``device``."""
+        if device.type == "cpu":
+            return self
+        columns = (self.token_ids, self.positions, self.slots, self.sample_rows)
+        token_ids, positions, slots, sample_rows = upload([column.numpy() for column in columns], device)
+        return ForwardBatch(token_ids, positions, slots, sample_rows, self.spans)
+
 
 class LlamaModel:
     """Everything remembered of a sequence is in the pool; what is kept between calls are buffers."""
@@ -39,16 +48,18 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
-        frequencies = inverse_frequencies(config.rope, config.head_dim)
-        self._stack = weights.ops.stack(weights.layers)
-        self._angles = rope_tables(frequencies, config.max_positions)
+        ops = weights.ops
+        self._device, dtype = ops.device, ops.row_dtype(weights.dtype)
+        self._stack = ops.stack(weights.layers)
+        cosines, sines = rope_tables(inverse_frequencies(config.rope, config.head_dim), config.max_positions)
+        self._angles = (cosines.to(self._device), sines.to(self._device))
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._residual = _Buffer(config.hidden_size)
-        self._hidden = _Buffer(config.hidden_size)
-        self._qkv = _Buffer(queries + 2 * keys)
-        self._attended = _Buffer(queries)
-        self._inner = _Buffer(config.intermediate_size)
-        self._logits = _Buffer(config.vocab_size)
+        self._residual = _Buffer(config.hidden_size, dtype, self._device)
+        self._hidden = _Buffer(config.hidden_size, dtype, self._device)
+        self._qkv = _Buffer(queries + 2 * keys, dtype, self._device)
+        self._attended = _Buffer(queries, dtype, self._device)
+        self._inner = _Buffer(config.intermediate_size, dtype, self._device)
+        self._logits = _Buffer(config.vocab_size, torch.float32, self._device)
 
     def kv_layout(self, block_size: int) -> BlockLayout:
         """Layout of the KV blocks that this model reads and writes."""
@@ -56,12 +67,13 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: Tensor) -> Tensor:
-        """Compute the batch, write its keys and values into ``pool``, return logits.
+        """Compute the batch, write its keys and values into ``pool``, return logits when all of that is done.
 
-        ``pool``: as ``KVCache.pool``, of :meth:`kv_layout`. Returns float32 ``[num_sample_rows, vocab_size]``, a buffer
-        that the next call overwrites; a model that only prefills (no sample rows) returns an empty tensor without
-        touching the vocabulary.
+        ``batch`` is in host memory. ``pool``: as ``KVCache.pool``, of :meth:`kv_layout`, on the backend's device.
+        Returns float32 ``[num_sample_rows, vocab_size]`` in host memory, a buffer that the next call may overwrite; a
+        model that only prefills (no sample rows) returns an empty tensor without touching the vocabulary.
         """
+        batch = batch.on(self._device)
         config, weights, ops = self.config, self.weights, self.weights.ops
         num_rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
         x = self._residual.rows(num_rows)
@@ -85,20 +97,23 @@ class LlamaModel:
             last = self._hidden.rows(num_samples)
             ops.rms_norm(x, weights.final_norm, config.rms_eps, last, rows=batch.sample_rows)
             ops.linear(last, weights.lm_head, logits)
-        return logits
+        if self._device.type == "cuda":
+            # Whoever is told of this step may send its blocks at once, by another stream.
+            torch.cuda.current_stream().synchronize()
+        return logits.cpu()
 
 
 class _Buffer:
-    """Rows of float32 that are made once and grow when a batch is larger than any before."""
+    """Rows that are made once and grow when a batch is larger than any before."""
 
-    def __init__(self, size: int) -> None:
-        self._all = torch.empty(0, size)
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._all = torch.empty(0, size, dtype=dtype, device=device)
 
     def rows(self, count: int) -> Tensor:
         """``[count, size]`` of whatever was left there."""
         if count > len(self._all):
             capacity = max(_FIRST_ROWS, 1 << (count - 1).bit_length())
-            self._all = torch.empty(capacity, self._all.shape[1])
+            self._all = self._all.new_empty(capacity, self._all.shape[1])
         return self._all[:count]
 
 

@@ -18,7 +18,8 @@ from cluster.config import (
 RESTART = 75
 
 _DTYPES = ("fp32", "bf16", "int8")
-_BACKENDS = ("auto", "native", "reference")
+_BACKENDS = ("auto", "native", "reference", "triton")
+_DEVICES = ("auto", "cpu", "cuda")
 _TRANSPORTS = ("ucx", "tcp")
 
 
@@ -30,6 +31,7 @@ class NodeConfig:
     model: str
     dtype: str
     backend: str
+    device: str
     block_size: int
     kv_blocks: int | None
     kv_memory_bytes: int
@@ -56,7 +58,17 @@ def node_parser(role: str, description: str) -> argparse.ArgumentParser:
         "--dtype", choices=_DTYPES, default="fp32", help="weights; the KV cache is fp32 for fp32, else bf16"
     )
     parser.add_argument(
-        "--backend", choices=_BACKENDS, default="auto", help="what computes; auto: native if a C++ compiler works"
+        "--backend",
+        choices=_BACKENDS,
+        default="auto",
+        help="what computes; auto: triton on a GPU, else native if a C++ compiler works",
+    )
+    parser.add_argument(
+        "--device",
+        choices=_DEVICES,
+        default="auto",
+        help="where weights, KV pool and steps are; auto: cuda if torch finds a GPU. A pool on a GPU takes as much host"
+        " memory again",
     )
     pool = parser.add_argument_group("KV cache")
     pool.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="tokens in a KV block")
@@ -115,6 +127,7 @@ def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
         model=args.model,
         dtype=args.dtype,
         backend=args.backend,
+        device=args.device,
         block_size=args.block_size,
         kv_blocks=args.kv_blocks,
         kv_memory_bytes=int(args.kv_memory_gb * 1e9),

@@ -20,7 +20,7 @@ from cluster.model_store import resolve_model, weights_id
 from cluster.wire import Party
 from engine.block_pool import BlockPool
 from engine.instructions import NodeState
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, kv_cache
 from engine.model import LlamaModel
 from engine.model_config import Dtype, ModelConfig
 from engine.node import DeclaredDeadError, NodeLoop
@@ -153,12 +153,19 @@ def memory_use() -> tuple[int, int]:
 
 
 def _select_backend(config: NodeConfig) -> Backend:
+    import torch
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if config.backend in ("auto", "triton") and torch.cuda.is_available() else "cpu"
     try:
-        return select(
-            "cpu", config.backend, cache_dir=cache_dir() / "kernels", threads=config.threads, compilers=compilers()
+        ops = select(
+            device, config.backend, cache_dir=cache_dir() / "kernels", threads=config.threads, compilers=compilers()
         )
+        ops.row_dtype(DTYPES[config.dtype])
     except BackendError as error:
-        raise ConfigError(f"--backend {config.backend}: {error}") from error
+        raise ConfigError(f"--device {device} --backend {config.backend} --dtype {config.dtype}: {error}") from error
+    return ops
 
 
 def _load_engine(config: NodeConfig) -> _Engine:
@@ -174,13 +181,14 @@ def _load_engine(config: NodeConfig) -> _Engine:
     layout = model_config.kv_layout(config.block_size, dtype, ops.key_order)
     max_model_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     num_blocks = config.kv_blocks or max(1, config.kv_memory_bytes // layout.block_bytes)
-    cache = KVCache(layout, num_blocks)
+    cache = kv_cache(layout, num_blocks, ops.device)
     runner = ModelRunner(LlamaModel(model_config, weights), cache)
     log.info(
-        "%s loaded in %.1f s on the %s backend as %s; %.0f MB resident, %.0f MB at most",
+        "%s loaded in %.1f s on the %s backend (%s) as %s; %.0f MB resident, %.0f MB at most",
         files.served_name,
         time.monotonic() - began,
         ops.name,
+        ops.device,
         config.dtype,
         *(num_bytes / 1e6 for num_bytes in memory_use()),
     )

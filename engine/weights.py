@@ -34,8 +34,9 @@ _NUM_NAMED: Final = 4  # names shown in an error
 class ModelWeights:
     """All weights, with the backend that packed them and can read them.
 
-    ``dtype`` is that of the linears. ``embedding`` keeps the file's type (float32 or bfloat16) and is the mapped file
-    itself, shared between processes; only rows that are looked up come into memory.
+    ``dtype`` is that of the linears. ``embedding`` keeps the file's type (float32 or bfloat16). On the CPU it is the
+    mapped file itself, shared between processes: only rows that are looked up come into memory. On a GPU it is a copy,
+    also where the output layer is tied to it.
     """
 
     ops: Backend
@@ -50,7 +51,7 @@ def load_weights(directory: Path, config: ModelConfig, ops: Backend, dtype: Dtyp
     """Read, convert to ``dtype``, fuse and pack for ``ops``.
 
     Raises :class:`ModelFilesError` if weights are missing, pickled, quantised, malformed, or not exactly those of
-    ``config``.
+    ``config``, and :class:`kernels.backend.BackendError` if the backend has no weights of ``dtype``.
     """
     expected = _expected_shapes(config)
     with _open_all(directory) as files:
@@ -62,7 +63,7 @@ def load_weights(directory: Path, config: ModelConfig, ops: Backend, dtype: Dtyp
     return ModelWeights(
         ops=ops,
         dtype=dtype,
-        embedding=embedding.float() if embedding.dtype == torch.float16 else embedding,
+        embedding=(embedding.float() if embedding.dtype == torch.float16 else embedding).to(ops.device),
         layers=layers,
         final_norm=reader.vector(_FINAL_NORM),
         # For a tied model packed from a mapping of its own, which goes; of the lookup table few rows are ever touched.
@@ -111,8 +112,8 @@ class _Reader:
         return tensor
 
     def vector(self, name: str) -> Tensor:
-        """As float32, in memory of its own."""
-        return self.read(name).to(torch.float32, copy=True)
+        """As float32 on the backend's device, in memory of its own."""
+        return self.read(name).to(self._ops.device, torch.float32, copy=True)
 
     def linear(self, names: list[str], *, bias: bool, gate_up: bool = False) -> Any:
         shape = (sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1])

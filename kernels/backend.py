@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.cpu.build import COMPILERS, BuildError, build
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 WeightKind = Literal["float32", "bfloat16", "int8"]
 KeyOrder = Literal["token_major", "dim_major"]
-BACKENDS: Final = ("auto", "native", "reference")
+BACKENDS: Final = ("auto", "native", "reference", "triton")
 
 
 class BackendError(Exception):
@@ -29,7 +30,9 @@ class BackendError(Exception):
 
 
 class Backend(Protocol):
-    """The operations of a step. Activations are float32 rows; every result goes into a buffer of the caller's.
+    """The operations of a step. Every result goes into a buffer of the caller's; all tensors are on ``device``.
+
+    Activations are rows of one float type: every backend takes float32, and what its :meth:`row_dtype` names.
 
     ``pool`` is as ``engine.kv_cache.KVCache.pool``; with ``key_order`` ``dim_major`` the keys of a block lie as
     ``[num_kv_heads, head_dim, block_size]``. ``Any`` stands for what a backend makes for itself: packed weights
@@ -37,7 +40,12 @@ class Backend(Protocol):
     """
 
     name: str
+    device: torch.device
     key_order: KeyOrder
+
+    def row_dtype(self, kind: WeightKind) -> torch.dtype:
+        """The type of rows that weights of a kind are served with. Raises :class:`BackendError` for no such weights."""
+        ...
 
     def pack(
         self, parts: Iterable[Tensor], shape: tuple[int, int], kind: WeightKind, bias: Tensor | None, *, gate_up: bool
@@ -128,7 +136,8 @@ def select(
     threads: int,
     compilers: Sequence[str] = COMPILERS,
 ) -> Backend:
-    """The backend to serve with: what was ``requested`` (one of :data:`BACKENDS`), or the fastest that works.
+    """The backend to serve with on ``device`` (``cpu`` or ``cuda``, the current one): what was ``requested`` (one of
+    :data:`BACKENDS`), or the fastest that works.
 
     Kernels built into the installation (:mod:`kernels.cpu.prebuilt`) are taken as they are; else ``cache_dir``
     keeps what is built here. ``threads`` is what a step may use. Raises :class:`BackendError` if the one
@@ -138,8 +147,12 @@ def select(
 
     if requested not in BACKENDS:
         raise BackendError(f"no backend {requested!r}; one of {', '.join(BACKENDS)}")
+    if device == "cuda":
+        return _triton(requested)
     if device != "cpu":
-        raise BackendError(f"device {device!r} is not supported, only cpu")
+        raise BackendError(f"device {device!r} is not supported, only cpu and cuda")
+    if requested == "triton":
+        raise BackendError("triton needs a GPU; this is device cpu")
     if requested == "reference":
         return Reference()
     from kernels.cpu.native import Native
@@ -155,3 +168,15 @@ def select(
             error,
         )
         return Reference()
+
+
+def _triton(requested: str) -> Backend:
+    if requested not in ("auto", "triton"):
+        raise BackendError(f"{requested} computes on the CPU, not on device cuda")
+    if not torch.cuda.is_available():
+        raise BackendError("there is no CUDA device here, or this torch is built without CUDA")
+    try:
+        from kernels.triton.backend import Triton
+    except ImportError as error:
+        raise BackendError(f"triton cannot be imported: {error}") from error
+    return Triton(torch.device("cuda"))

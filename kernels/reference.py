@@ -224,7 +224,12 @@ class Reference:
     """The operations above as a :class:`kernels.backend.Backend`."""
 
     name = "reference"
+    device = torch.device("cpu")
     key_order: KeyOrder = "token_major"
+
+    def row_dtype(self, kind: str) -> torch.dtype:  # noqa: ARG002
+        """See :class:`kernels.backend.Backend`."""
+        return torch.float32
 
     def pack(
         self,

@@ -63,6 +63,7 @@ class Native:
     """
 
     name = "native"
+    device = torch.device("cpu")
     key_order: KeyOrder = "dim_major"
 
     def __init__(self, library: Path, threads: int) -> None:
@@ -75,6 +76,10 @@ class Native:
         self._panel: int = self._lib.baton_panel()
         self._arena = Arena()
         self._weights: list[Weight] = []  # each points to the next, so none may go before the others
+
+    def row_dtype(self, kind: str) -> torch.dtype:  # noqa: ARG002
+        """See :class:`kernels.backend.Backend`."""
+        return torch.float32
 
     def pack(
         self, parts: Iterable[Tensor], shape: tuple[int, int], kind: str, bias: Tensor | None, *, gate_up: bool

@@ -55,7 +55,7 @@ def calls(*, all_types: bool) -> list[Call]:
 def _row_calls(dtype: torch.dtype) -> Iterator[Call]:
     name = _NAMES[dtype]
     for size in (576, 4096, 16384):
-        x, weight = _zeros(dtype, _TOKENS, size), _zeros(dtype, size)
+        x, weight = _zeros(dtype, _TOKENS, size), torch.zeros(size)  # float32, as models are loaded
         yield Call(f"{name} {size}", partial(rms_norm, x, weight, 1e-5, x))
         yield Call(f"{name} {size} add", partial(add_rms_norm, x, torch.zeros_like(x), weight, 1e-5, x))
     for size in (1536, 14336):
@@ -74,6 +74,7 @@ def _attention_calls(dtype: torch.dtype, head_dim: int, num_heads: int, num_kv_h
     tables = torch.zeros(_TOKENS, 512, dtype=torch.int32)
     ones = torch.ones(_TOKENS, dtype=torch.int32)
     workspace = DecodeWorkspace(_TOKENS, num_heads, head_dim, 512 * _BLOCK_SIZE, "cpu")
+    yield Call(variant, partial(rms_norm, q, torch.zeros(head_dim), 1e-6, q))
     yield Call(variant, partial(apply_rope, q, k, positions, angles, angles, q, k))
     yield Call(variant, partial(store_kv, pool, 1, k, v, slots))
     yield Call(variant, partial(paged_prefill, q, pool, 1, ones, ones, ones, tables, 1, out))

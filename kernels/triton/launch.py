@@ -67,11 +67,14 @@ def require_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, out: Tensor, **index: Tensor
 ) -> tuple[int, int, int, int]:
     """``(num_heads, num_kv_heads, block_size, head_dim)`` of an attention call whose ``index`` tensors are int32
-    ``[num_sequences]`` and whose ``block_tables`` have a row for each sequence. Raises ValueError.
+    ``[num_sequences]`` and whose ``block_tables`` have a row for each sequence. Float32 queries read a pool of any
+    type, others one of their own. Raises ValueError.
     """
-    num_kv_heads, block_size, head_dim = require_pool(pool, layer, q.dtype)
-    num_heads = require_heads("q", q, q.shape[0], head_dim, pool.dtype)
-    require(require_heads("out", out, q.shape[0], head_dim, pool.dtype) == num_heads, "out is not like q")
+    # Float32 queries widen what they read; 16-bit products take two tiles of one type.
+    require(q.dtype in FLOAT_DTYPES, f"no kernel for {q.dtype}")
+    num_kv_heads, block_size, head_dim = require_pool(pool, layer, pool.dtype if q.dtype == torch.float32 else q.dtype)
+    num_heads = require_heads("q", q, q.shape[0], head_dim, q.dtype)
+    require(require_heads("out", out, q.shape[0], head_dim, q.dtype) == num_heads, "out is not like q")
     require(num_heads % num_kv_heads == 0, f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
     require(block_tables.dim() == 2, f"block_tables has {block_tables.dim()} dimensions, not 2")
     require_tensor("block_tables", block_tables, tuple(block_tables.shape), torch.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,8 +49,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """``out = x / sqrt(mean(x²) + eps) * weight`` over the last dimension, summed in float32.
 
     ``x``, ``out``: ``[num_rows, size]`` or ``[num_tokens, num_heads, size]``, dense in the last dimension only, of one
-    type; ``out`` may be ``x``. ``weight``: ``[size]``. Rounds where `kernels.reference.rms_norm` rounds. Raises
-    ValueError for other shapes and types.
+    type; ``out`` may be ``x``. ``weight``: ``[size]`` of that type or float32. Rounds where
+    `kernels.reference.rms_norm` rounds. Raises ValueError for other shapes and types.
     """
     _launch(x, out, weight, eps, out, add=False)
 
@@ -70,7 +71,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor
     require(0 < size <= _MAX_SIZE, f"rows of {size} are not within 1 .. {_MAX_SIZE}")
     require_tensor("x", x, tuple(x.shape), *FLOAT_DTYPES)
     require_tensor("out", out, tuple(x.shape), x.dtype)
-    require_tensor("weight", weight, (size,), x.dtype)
+    require_tensor("weight", weight, (size,), x.dtype, torch.float32)
     if x.numel() == 0:
         return
     block = next_power_of_2(size)

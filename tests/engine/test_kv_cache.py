@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.kv_cache import KVCache  # noqa: E402
+from engine.kv_cache import DeviceKVCache, KVCache, kv_cache  # noqa: E402
 from kvtransfer.layout import BlockLayout  # noqa: E402
 
 
@@ -46,6 +46,40 @@ def test_a_big_pool_takes_no_memory_until_used() -> None:
     cache = KVCache(BlockLayout("float32", 16, 30, 3, 64), 2900)  # 2 GiB
     assert resident_bytes() - before < 64 << 20
     assert cache.as_bytes().nbytes > 2_000_000_000
+
+
+def test_a_device_and_its_host_side_see_what_is_copied() -> None:
+    """The host's memory plays the GPU: the two sides are apart all the same."""
+    layout = BlockLayout("bfloat16", 4, 2, 3, 8)
+    sender, receiver = (DeviceKVCache(layout, 6, torch.device("cpu")) for _ in range(2))
+    sender.pool.copy_(torch.randn(sender.pool.shape))
+    assert not sender.as_bytes().any()
+    sender.zero_tail(4, 1)
+    sender.to_host([1, 4])
+    receiver.as_bytes()[[5, 0]] = sender.as_bytes()[[1, 4]]
+    assert not receiver.pool.any()
+    receiver.from_host([5, 0])
+    assert torch.equal(receiver.pool[[5, 0]], sender.pool[[1, 4]])
+    assert not receiver.pool[0, :, :, :, 1:].any()
+    assert not receiver.pool[1:5].any()
+    assert not sender.as_bytes()[[0, 2, 3, 5]].any()
+
+
+def test_on_the_cpu_there_is_one_side_only() -> None:
+    assert type(kv_cache(BlockLayout("float32", 16, 2, 3, 8), 3, torch.device("cpu"))) is KVCache
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_blocks_go_to_a_gpu_and_come_back() -> None:
+    cache = kv_cache(BlockLayout("float32", 16, 2, 3, 8), 3, torch.device("cuda"))
+    cache.as_bytes()[1] = 7
+    cache.from_host([1])
+    cache.pool[2].copy_(cache.pool[1])
+    torch.cuda.synchronize()
+    cache.to_host([2])
+    assert (cache.as_bytes()[2] == 7).all()
+    assert not cache.as_bytes()[0].any()
 
 
 def resident_bytes() -> int:

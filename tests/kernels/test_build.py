@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from kernels import backend
 from kernels.backend import BackendError, select
 from kernels.cpu.build import BuildError, build
@@ -82,3 +84,25 @@ def test_selection_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(backend, "build", lambda _cache, _compilers: library)
     for requested in ("auto", "native"):
         assert select("cpu", requested, cache_dir=tmp_path, threads=1).name == "native"
+
+
+@pytest.mark.parametrize(
+    ("device", "requested", "reason"),
+    [
+        ("cpu", "triton", "needs a GPU"),
+        ("cuda", "native", "on the CPU"),
+        ("cuda", "reference", "on the CPU"),
+        pytest.param(
+            "cuda", "auto", "no CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+        ),
+    ],
+)
+def test_a_backend_of_another_device_is_refused(tmp_path: Path, device: str, requested: str, reason: str) -> None:
+    with pytest.raises(BackendError, match=reason):
+        select(device, requested, cache_dir=tmp_path, threads=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_is_served_by_triton(tmp_path: Path) -> None:
+    assert select("cuda", "auto", cache_dir=tmp_path, threads=1).name == "triton"

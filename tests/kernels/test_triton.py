@@ -35,12 +35,25 @@ def test_kernels_in_the_interpreter() -> None:
     files = sorted((ROOT / "tests" / "kernels" / "triton_interpreted").glob("test_*.py"))
     slowest = [path for path in files if "attention" in path.name]
     assert slowest
+    _pass_in_the_interpreter(slowest, [path for path in files if path not in slowest])
+
+
+@pytest.mark.timeout(600)
+def test_backend_in_the_interpreter() -> None:
+    """The contract suite, and tokens of a tiny model equal to Hugging Face's."""
+    pytest.importorskip("transformers")
+    contract, tokens = ROOT / "tests/kernels/test_backends.py", ROOT / "tests/engine/test_small_exact.py"
+    _pass_in_the_interpreter([contract], [tokens])
+
+
+def _pass_in_the_interpreter(*groups: list[Path]) -> None:
+    """Each group of test files in a process of its own, all at once."""
     pytest_alone = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    halves = [
-        _python(*pytest_alone, *map(str, half), TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-        for half in (slowest, [path for path in files if path not in slowest])
+    processes = [
+        _python(*pytest_alone, *map(str, group), TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        for group in groups
     ]
-    for process in halves:
+    for process in processes:
         output, _ = process.communicate()
         assert process.returncode == 0, output
         assert re.search(r"\d+ passed", output)
