@@ -50,7 +50,7 @@ class _Options:
     stop_ids: Ids
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # an allow-list can be as long as the vocabulary
 def _options(sampling: SamplingParams, vocab_size: int) -> _Options:
     bias = {token_id: value for token_id, value in sampling.logit_bias if token_id < vocab_size}
     allowed = sampling.allowed_token_ids
