@@ -60,6 +60,7 @@ class LlamaModel:
         self._attended = _Buffer(queries, dtype, self._device)
         self._inner = _Buffer(config.intermediate_size, dtype, self._device)
         self._logits = _Buffer(config.vocab_size, torch.float32, self._device)
+        self._host_logits = _Buffer(config.vocab_size, torch.float32, torch.device("cpu"), pinned=True)
 
     def kv_layout(self, block_size: int) -> BlockLayout:
         """Layout of the KV blocks that this model reads and writes."""
@@ -97,23 +98,36 @@ class LlamaModel:
             last = self._hidden.rows(num_samples)
             ops.rms_norm(x, weights.final_norm, config.rms_eps, last, rows=batch.sample_rows)
             ops.linear(last, weights.lm_head, logits)
-        if self._device.type == "cuda":
-            # Whoever is told of this step may send its blocks at once, by another stream.
-            torch.cuda.current_stream().synchronize()
-        return logits.cpu()
+        return self._on_host(logits)
+
+    def _on_host(self, logits: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return logits
+        there = self._host_logits.rows(len(logits))
+        there.copy_(logits, non_blocking=True)
+        # Not only for the logits: whoever is told of this step may send its blocks at once, by another stream.
+        torch.cuda.current_stream().synchronize()
+        return there
 
 
 class _Buffer:
     """Rows that are made once and grow when a batch is larger than any before."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = False) -> None:
         self._all = torch.empty(0, size, dtype=dtype, device=device)
+        self._pinned = pinned
 
     def rows(self, count: int) -> Tensor:
         """``[count, size]`` of whatever was left there."""
         if count > len(self._all):
             capacity = max(_FIRST_ROWS, 1 << (count - 1).bit_length())
-            self._all = self._all.new_empty(capacity, self._all.shape[1])
+            self._all = torch.empty(
+                capacity,
+                self._all.shape[1],
+                dtype=self._all.dtype,
+                device=self._all.device,
+                pin_memory=self._pinned,
+            )
         return self._all[:count]
 
 
