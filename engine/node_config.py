@@ -97,23 +97,28 @@ def node_parser(role: str, description: str) -> argparse.ArgumentParser:
     run.add_argument(
         "--cpus", metavar="LIST", help="pin the process to these CPUs, e.g. 0 or 0,1 (default: no pinning)"
     )
-    parser.add_argument(
-        "--transport",
-        default=",".join(_TRANSPORTS),
-        metavar="LIST",
-        help="KV transports offered; a pair uses the best that both offer, best first: ucx, tcp",
-    )
-    parser.add_argument(
-        "--kv-digest",
-        choices=get_args(KvDigest),
-        default="sampled",
-        help="how KV blocks are checked on arrival: a decode node asks for it, prefill nodes do what they are asked",
-    )
+    _add_transfer_arguments(parser)
     parser.add_argument(
         "--http-port", type=int, default=0, metavar="PORT", help="for /health, /metrics and /debug/kv; 0: any"
     )
     add_cluster_arguments(parser, role)
     return parser
+
+
+def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KV transfer")
+    group.add_argument(
+        "--transport",
+        default=",".join(_TRANSPORTS),
+        metavar="LIST",
+        help="KV transports offered; a pair uses the best that both offer, best first: ucx, tcp",
+    )
+    group.add_argument(
+        "--kv-digest",
+        choices=get_args(KvDigest),
+        default="sampled",
+        help="how KV blocks are checked on arrival: a decode node asks for it, prefill nodes do what they are asked",
+    )
 
 
 def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
