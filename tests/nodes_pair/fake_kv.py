@@ -10,7 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtransfer.dead import DeadPeers
+from kvtransfer.digest import BlockIdentity, block_digest
 from kvtransfer.errors import PeerUnreachableError
 from kvtransfer.events import Event, EventBox
 from kvtransfer.layout import WIRE_VERSION
@@ -20,6 +23,7 @@ from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
 
 EMPTY = -1
 LANDING = -2
+POISON = -9
 FINGERPRINT = "layout-a"
 
 
@@ -41,14 +45,22 @@ class Memory:
         self.blocks[block_id][first:] = [EMPTY] * (self.block_size - first)
 
 
+def digest(content: Sequence[int], identity: BlockIdentity) -> int:
+    return block_digest(np.array(content, np.int64).view(np.uint8), identity, "full")
+
+
 @dataclass
 class Flight:
-    """A block that has left the sender's memory."""
+    """A block that has left the sender's memory, with the digest of what it held there.
+
+    Without content it brings nothing: the receiver's block keeps what it had.
+    """
 
     ticket_id: int
     handle: BlockHandle
     index: int
     content: list[int]
+    digest: int
 
 
 @dataclass
@@ -91,7 +103,10 @@ class Wire:
         assert self.posted is not None
         push, item = self.posted
         content = list(self.sender.memory.blocks[item.block_id])
-        self.flying.append(Flight(push.ticket_id, item.handle, item.index, content))
+        identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
+        self.flying.append(Flight(push.ticket_id, item.handle, item.index, content, digest(content, identity)))
+        assert POISON not in content, "the contents of unused slots leave the node"
+        self.sender.damage(self.flying)
         self.posted_is_out = True
 
     def report_sent(self) -> None:
@@ -105,16 +120,24 @@ class Wire:
         flight = self.flying.popleft()
         if not self.receiver.alive or self.sender.me in self.receiver.dead:
             return
-        claim = self.receiver.receives.claim(flight.ticket_id, flight.index, flight.handle.generation, self.sender.me)
+        claim = self.receiver.receives.claim(
+            flight.ticket_id, flight.index, flight.handle.generation, self.sender.me, flight.digest
+        )
         if claim is not None:
-            self.receiver.memory.blocks[claim.block_id][:] = [LANDING] * self.receiver.memory.block_size
+            block = self.receiver.memory.blocks[claim.block_id]
+            if not flight.content:
+                flight.content = list(block)
+            block[:] = [LANDING] * self.receiver.memory.block_size
             self.landing = (claim, flight.content)
 
     def land(self) -> None:
         assert self.landing is not None
         (claim, content), self.landing = self.landing, None
         self.receiver.memory.blocks[claim.block_id][:] = content
-        self.receiver.receives.landed([claim])
+        if digest(content, claim.identity) == claim.digest:
+            self.receiver.receives.landed([claim])
+        else:
+            self.receiver.receives.abandon([claim], "wrong digest")
 
     def cut(self, reason: str) -> None:
         """The connection breaks: both ends hear of it, what was on its way is lost."""
@@ -144,6 +167,7 @@ class FakePlane:
         self.inbound: list[Wire] = []
         self.peers: Callable[[PeerId], FakePlane | None] = lambda _peer: None
         self.is_owned: Callable[[int], bool] = lambda _block_id: True
+        self.damage: Callable[[deque[Flight]], None] = lambda _flying: None
 
     def hello(self) -> Hello:
         return Hello(
@@ -154,6 +178,7 @@ class FakePlane:
             block_bytes=1,
             num_blocks=len(self.memory.blocks),
             addresses={"fake": b"here"},
+            digest="sampled",
         )
 
     def push(self, ticket: TransferTicket, items: Sequence[tuple[int, int]]) -> None:
