@@ -64,6 +64,7 @@ def add_parser(commands: Subparsers) -> None:
     nodes.add_argument("--max-num-seqs", type=int, default=64, metavar="N")
     nodes.add_argument("--max-model-len", type=int, metavar="TOKENS")
     nodes.add_argument("--transport", default="ucx,tcp", metavar="LIST")
+    nodes.add_argument("--kv-digest", default="sampled", help="off, sampled or full")
     nodes.add_argument("--threads", type=int, default=0, help="per node; 0: one per CPU of the node's share")
     nodes.add_argument("--no-pin", action="store_true", help="do not give each node CPUs of its own")
     parser.set_defaults(run=run)
@@ -159,7 +160,7 @@ class _Deployment:
         shared += ["--backend", args.backend, "--device", args.device]
         shared += ["--kv-memory-gb", str(args.kv_memory_gb), "--max-batch-tokens", str(args.max_batch_tokens)]
         shared += ["--max-num-seqs", str(args.max_num_seqs), "--transport", args.transport]
-        shared += ["--threads", str(args.threads)]
+        shared += ["--kv-digest", args.kv_digest, "--threads", str(args.threads)]
         if args.kv_blocks is not None:
             shared += ["--kv-blocks", str(args.kv_blocks)]
         limit = [] if args.max_model_len is None else ["--max-model-len", str(args.max_model_len)]

@@ -32,7 +32,7 @@ from cluster.wire import (
 from decode_node.intake import ARRIVING, DECODING, Intake, IntakeState
 from decode_node.reservation import DecodeSettings, NoRoom
 from decode_node.table import IntakeTable
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, BlockReport
 from engine.instructions import (
     CompleteTransfer,
     DropPeer,
@@ -133,6 +133,10 @@ class DecodeState:
     def counters(self) -> dict[str, float]:
         """See :class:`engine.instructions.NodeState`."""
         return dict(self._counters)
+
+    def check(self) -> tuple[BlockReport, ...]:
+        """See :class:`engine.instructions.NodeState`."""
+        return self._table.orphans()
 
     def report(self) -> list[dict[str, str | int | float]]:
         """See :class:`engine.instructions.NodeState`."""

@@ -9,7 +9,8 @@ from cluster.transitions import Life
 from cluster.wire import Party, Reserve
 from decode_node.intake import DECODING, INTAKE, Intake
 from decode_node.reservation import DecodeSettings, NoRoom, Room, find_room
-from engine.block_pool import BlockPool
+from engine.audit import Held, find_orphans
+from engine.block_pool import BlockPool, BlockReport
 from engine.remembered import Tombstones
 from kvtransfer.ticket import BlockHandle
 
@@ -100,6 +101,11 @@ class IntakeTable:
         del self._intakes[intake.key]
         self._ended.add(intake.key)
         return freed
+
+    def orphans(self) -> tuple[BlockReport, ...]:
+        """Blocks whose owner is not here or does not know of them."""
+        held = {intake.owner: Held(intake.block_table, intake.quarantined) for intake in self._intakes.values()}
+        return find_orphans(self.pool.report(), held)
 
     def _take(self, router: Party, reserve: Reserve, room: Room, now: float) -> Intake:
         owner = str(reserve.key)

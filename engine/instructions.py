@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.wire import Message, NodeLoad, Party
+from engine.block_pool import BlockReport
 from engine.step import StepPlan, StepResult
 from kvtransfer.events import Event as TransferEvent
 from kvtransfer.ticket import BlockHandle, TransferTicket
@@ -131,6 +132,10 @@ class NodeState(Protocol):
 
     def counters(self) -> dict[str, float]:
         """Monotone counters and gauges for ``/metrics``, by metric name."""
+        ...
+
+    def check(self) -> tuple[BlockReport, ...]:
+        """Blocks held in the name of a request that does not exist or does not know of them. Always empty."""
         ...
 
     def report(self) -> list[dict[str, str | int | float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from cluster.config import (
     ClusterConfig,
@@ -21,11 +22,16 @@ _DTYPES = ("fp32", "bf16", "int8")
 _BACKENDS = ("auto", "native", "reference", "triton")
 _DEVICES = ("auto", "cpu", "cuda")
 _TRANSPORTS = ("ucx", "tcp")
+# As in kvtransfer.digest, which this file must not load.
+KvDigest = Literal["off", "sampled", "full"]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Everything a node is told. ``max_batch_tokens`` matters on prefill nodes, ``max_num_seqs`` on decode nodes."""
+    """Everything a node is told.
+
+    ``max_batch_tokens`` matters on prefill nodes, ``max_num_seqs`` and ``kv_digest`` on decode nodes.
+    """
 
     cluster: ClusterConfig
     model: str
@@ -39,6 +45,7 @@ class NodeConfig:
     max_num_seqs: int
     max_model_len: int | None
     transports: tuple[str, ...]
+    kv_digest: KvDigest
     threads: int
     http_port: int
 
@@ -90,17 +97,28 @@ def node_parser(role: str, description: str) -> argparse.ArgumentParser:
     run.add_argument(
         "--cpus", metavar="LIST", help="pin the process to these CPUs, e.g. 0 or 0,1 (default: no pinning)"
     )
-    parser.add_argument(
-        "--transport",
-        default=",".join(_TRANSPORTS),
-        metavar="LIST",
-        help="KV transports offered; a pair uses the best that both offer, best first: ucx, tcp",
-    )
+    _add_transfer_arguments(parser)
     parser.add_argument(
         "--http-port", type=int, default=0, metavar="PORT", help="for /health, /metrics and /debug/kv; 0: any"
     )
     add_cluster_arguments(parser, role)
     return parser
+
+
+def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("KV transfer")
+    group.add_argument(
+        "--transport",
+        default=",".join(_TRANSPORTS),
+        metavar="LIST",
+        help="KV transports offered; a pair uses the best that both offer, best first: ucx, tcp",
+    )
+    group.add_argument(
+        "--kv-digest",
+        choices=get_args(KvDigest),
+        default="sampled",
+        help="how KV blocks are checked on arrival: a decode node asks for it, prefill nodes do what they are asked",
+    )
 
 
 def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
@@ -135,6 +153,7 @@ def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         transports=transports,
+        kv_digest=args.kv_digest,
         threads=threads,
         http_port=args.http_port,
     )

@@ -50,10 +50,15 @@ class NodeView:
         owned = pool.num_blocks - pool.num_free - pool.num_quarantined
         for state, count in (("free", pool.num_free), ("owned", owned), ("quarantined", pool.num_quarantined)):
             yield Sample("kv_blocks", "KV blocks by state.", count, {"state": state})
+        orphaned = len(self.state.check())
+        yield Sample("kv_blocks_orphaned", "KV blocks held in the name of no live request; must be 0.", orphaned)
         yield Sample("kv_blocks_named", "KV blocks a prefix lookup can find, free ones included.", pool.num_named)
         yield Sample("kv_bytes_sent_total", "KV bytes sent to other nodes.", stats.bytes_sent)
         yield Sample("kv_bytes_received_total", "KV bytes received from other nodes.", stats.bytes_received)
         yield Sample("kv_blocks_refused_total", "KV blocks that came for no ticket.", stats.blocks_refused)
+        failures, spent = stats.digest_failures, stats.digest_seconds
+        yield Sample("kv_digest_failures_total", "KV blocks that landed but were not what was sent.", failures)
+        yield Sample("kv_digest_seconds_total", "Time spent on digests of KV blocks, both ways.", spent)
         yield Sample("kv_open_tickets", "Transfers being received.", stats.open_tickets)
         yield Sample("kv_open_pushes", "Transfers being sent.", stats.open_pushes)
         yield Sample("kv_connections", "Open KV connections.", stats.connections)
@@ -62,7 +67,7 @@ class NodeView:
             yield Sample("kv_transport_info", "Transports offered, and what carries their bytes.", 1, labels)
 
     def debug_kv(self) -> bytes:
-        """Every live request and every block that is not free, as JSON."""
+        """Every live request and every block that is not free, as JSON; ``orphaned`` blocks belong to nobody."""
         now = self.clock()
         requests = []
         for row in self.state.report():
@@ -70,7 +75,9 @@ class NodeView:
             kept = {name: value for name, value in row.items() if name not in ("entered_s", "deadline_s")}
             requests.append({**kept, "state_age_s": round(now - entered, 3), "deadline_in_s": round(deadline - now, 3)})
         blocks = [asdict(report) for report in self.pool.report()]
-        return msgspec.json.encode({"node": self.node_id, "role": self.role, "requests": requests, "blocks": blocks})
+        orphaned = [report.block_id for report in self.state.check()]
+        seen = {"requests": requests, "blocks": blocks, "orphaned": orphaned}
+        return msgspec.json.encode({"node": self.node_id, "role": self.role, **seen})
 
 
 def create_app(view: NodeView) -> FastAPI:

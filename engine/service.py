@@ -80,6 +80,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             host=config.cluster.advertise_host,
             secret=config.cluster.secret,
             wakeup=node_loop.wake_for_transfer,
+            digest=config.kv_digest,
         )
         stack.push_async_callback(asyncio.to_thread, plane.close)
         parts = NodeParts(config, pool, plane, channel.party, engine.fingerprint, engine.max_model_len)

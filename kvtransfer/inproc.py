@@ -42,6 +42,7 @@ class InprocRoad(Road):
         if target is None or push.peer != target._context.me:
             context.sends.fail(push, "the receiving plane is closed")
             return
+        context.seal(push)
         while (item := context.sends.take(push)) is not None:
             target._receive(self._context, push, item)
             context.sends.sent(push, item.index)
@@ -51,11 +52,12 @@ class InprocRoad(Road):
         with self._landing:
             if self._closed:
                 return
-            claim = mine.receives.claim(push.ticket_id, item.index, item.handle.generation, sender.me)
+            digest = sender.digest(push, item)
+            claim = mine.receives.claim(push.ticket_id, item.index, item.handle.generation, sender.me, digest)
             if claim is None:
                 return
             mine.pool[claim.block_id] = sender.pool[item.block_id]
-        mine.receives.landed([claim])
+        mine.arrive([claim])
 
     def settle(self, ticket_id: int) -> None:
         """A copy under way ends by itself and gives its claim back."""

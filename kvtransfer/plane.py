@@ -43,7 +43,9 @@ class PlaneStats:
     """Counters since the plane was opened, and what is open now.
 
     ``blocks_refused`` counts blocks that came for no ticket (any more): their bytes went nowhere.
-    ``transport`` maps each scheme to what really carries its bytes, as far as that can be learnt.
+    ``digest_failures`` counts blocks that landed and did not hold what was sent; ``digest_seconds`` is what digests
+    cost on the transports' threads. ``transport`` maps each scheme to what really carries its bytes, as far as that
+    can be learnt.
     """
 
     bytes_sent: int
@@ -51,6 +53,8 @@ class PlaneStats:
     blocks_sent: int
     blocks_received: int
     blocks_refused: int
+    digest_failures: int
+    digest_seconds: float
     open_tickets: int
     open_pushes: int
     connections: int
@@ -87,6 +91,7 @@ class KVPlane:
             block_bytes=context.block_bytes,
             num_blocks=int(context.pool.shape[0]),
             addresses={scheme: road.address() for scheme, road in self._roads.items()},
+            digest=context.digester.mode,
         )
 
     def expect(self, ticket_id: int, handles: Sequence[BlockHandle], *, sender: tuple[str, int] | None = None) -> None:
@@ -177,6 +182,8 @@ class KVPlane:
             blocks_sent=sent,
             blocks_received=received,
             blocks_refused=context.receives.blocks_refused,
+            digest_failures=context.digester.failures,
+            digest_seconds=context.digester.seconds,
             open_tickets=context.receives.open_tickets,
             open_pushes=context.sends.open_pushes,
             connections=sum(road.connections() for road in self._roads.values()),

@@ -10,10 +10,11 @@ Thread-safe: the owner's thread opens and withdraws, the transports' threads cla
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvtransfer.dead import DeadPeers
+from kvtransfer.digest import BlockIdentity
 from kvtransfer.errors import TicketError
 from kvtransfer.events import BlocksArrived, EventBox, ReceiveFailed, Withdrawn
 from kvtransfer.ticket import BlockHandle, PeerId, check_handles
@@ -21,12 +22,18 @@ from kvtransfer.ticket import BlockHandle, PeerId, check_handles
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """One block that may be written now, by ``peer``. Held by a transport."""
+    """One block that may be written now, by ``peer``, who says that it will have ``digest``. Held by a transport."""
 
     ticket_id: int
     index: int
     block_id: int
     peer: PeerId
+    generation: int
+    digest: int | None
+
+    @property
+    def identity(self) -> BlockIdentity:
+        return BlockIdentity(self.ticket_id, self.index, self.generation)
 
 
 @dataclass
@@ -35,7 +42,7 @@ class _Ticket:
     sender: PeerId | None
     arrived: set[int] = field(default_factory=set)
     claims: dict[int, Claim] = field(default_factory=dict)
-    introduced: list[PeerId] = field(default_factory=list)
+    introduced: dict[PeerId, dict[int, int]] = field(default_factory=dict)
     withdrawing: bool = False
 
 
@@ -73,15 +80,20 @@ class ReceiveLedger:
             self._blocks_in_use |= blocks
             self._tickets[ticket_id] = _Ticket(handles, sender)
 
-    def introduce(self, ticket_id: int, peer: PeerId) -> bool:
-        """On a road whose blocks do not name their sender: ``peer`` has proven that it pushes this ticket."""
+    def introduce(self, ticket_id: int, peer: PeerId, digests: Mapping[int, int]) -> bool:
+        """On a road whose blocks carry nothing else: ``peer`` has proven that it pushes blocks of this ticket.
+
+        ``digests`` maps the positions it is about to send to what they will hold.
+        """
         with self._lock:
             ticket = self._tickets.get(ticket_id)
             unwanted = ticket is None or ticket.withdrawing or ticket.sender not in (None, peer)
             if ticket is None or unwanted or peer in self._dead:
                 self.blocks_refused += 1
                 return False
-            ticket.introduced.append(peer)
+            theirs = ticket.introduced.pop(peer, {})
+            theirs.update((i, digest) for i, digest in digests.items() if i < len(ticket.handles))
+            ticket.introduced[peer] = theirs
             return True
 
     def introduced(self, ticket_id: int) -> tuple[PeerId, ...]:
@@ -90,12 +102,15 @@ class ReceiveLedger:
             ticket = self._tickets.get(ticket_id)
             return () if ticket is None else tuple(ticket.introduced)
 
-    def claim(self, ticket_id: int, index: int, generation: int | None, peer: PeerId) -> Claim | None:
+    def claim(
+        self, ticket_id: int, index: int, generation: int | None, peer: PeerId, digest: int | None
+    ) -> Claim | None:
         """Ask to write one block; None (counted) for anything that was not consented to, or not any more.
 
         Also for a peer that was declared dead: its connections may live a moment longer.
 
-        ``generation`` is None on transports that do not carry it.
+        ``generation`` and ``digest`` are None on a transport that carries neither with its blocks; then the
+        sender's introduction has told the digest.
         """
         with self._lock:
             ticket = self._tickets.get(ticket_id)
@@ -111,7 +126,10 @@ class ReceiveLedger:
             ):
                 self.blocks_refused += 1
                 return None
-            claim = Claim(ticket_id, index, ticket.handles[index].block_id, peer)
+            if digest is None:
+                digest = ticket.introduced.get(peer, {}).get(index)
+            handle = ticket.handles[index]
+            claim = Claim(ticket_id, index, handle.block_id, peer, handle.generation, digest)
             ticket.claims[index] = claim
             return claim
 

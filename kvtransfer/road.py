@@ -6,17 +6,22 @@ comes from `SendLedger.take`. It never raises for a peer's fault; it reports it 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.dead import DeadPeers
+from kvtransfer.digest import BlockIdentity, Digester
 from kvtransfer.events import EventBox
-from kvtransfer.receives import ReceiveLedger
-from kvtransfer.sends import Push, SendLedger
+from kvtransfer.receives import Claim, ReceiveLedger
+from kvtransfer.sends import Push, PushItem, SendLedger
 from kvtransfer.ticket import PeerId
+
+logger = logging.getLogger(__name__)
 
 Pool = npt.NDArray[np.uint8]
 
@@ -34,10 +39,44 @@ class RoadContext:
     receives: ReceiveLedger
     sends: SendLedger
     dead: DeadPeers
+    digester: Digester
 
     @property
     def block_bytes(self) -> int:
         return int(self.pool.shape[1])
+
+    def seal(self, push: Push) -> None:
+        """Sender: take the digest of every block that waits, now: it was final when it was pushed.
+
+        On the transport's thread, before anything else: a block that its owner loses too early, while it waits for
+        a slow link, is caught by the receiver.
+        """
+        for item in self.sends.waiting(push):
+            if item.index not in push.digests:
+                push.digests[item.index] = self._take_digest(push, item)
+
+    def digest(self, push: Push, item: PushItem) -> int:
+        """Sender: what goes out with this block."""
+        digest = push.digests.get(item.index)
+        # A chunk that was queued while the transport was busy with the one before is not sealed yet.
+        return self._take_digest(push, item) if digest is None else digest
+
+    def arrive(self, claims: Iterable[Claim]) -> None:
+        """Receiver: these blocks have landed whole. Only one that holds what its sender says arrives."""
+        good: list[Claim] = []
+        bad: list[Claim] = []
+        for claim in claims:
+            fits = self.digester.fits(claim.block_id, claim.identity, claim.digest)
+            (good if fits else bad).append(claim)
+        if good:
+            self.receives.landed(good)
+        for claim in bad:
+            logger.error("%s does not hold what %s sent: wrong digest", claim, claim.peer.node_id)
+            self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
+
+    def _take_digest(self, push: Push, item: PushItem) -> int:
+        identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
+        return self.digester.take(item.block_id, identity, push.ticket.hello.digest)
 
 
 class Road(ABC):

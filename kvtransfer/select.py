@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from kvtransfer.dead import DeadPeers
+from kvtransfer.digest import Digester, DigestMode
 from kvtransfer.errors import LayoutError, TransportUnavailableError
 from kvtransfer.events import EventBox
 from kvtransfer.plane import Identity, KVPlane
@@ -52,13 +53,14 @@ def open_plane(
     host: str = "127.0.0.1",
     secret: bytes | None,
     wakeup: Callable[[], None],
+    digest: DigestMode = "sampled",
 ) -> KVPlane:
     """Open a plane that offers these schemes.
 
     ``pool`` is a C-contiguous, writable uint8 array ``[num_blocks, block_bytes]``, borrowed until the plane is
     closed; ``identity`` is (node id, epoch, layout fingerprint). ``host`` is the address that is bound *and*
     told to peers; without a ``secret`` it must be loopback. ``wakeup`` is called on another thread whenever
-    `poll` has something to say; it must neither block nor raise.
+    `poll` has something to say; it must neither block nor raise. ``digest`` is asked of every block sent to us.
 
     Raises `LayoutError` for an unfit pool, `TransportUnavailableError` for a scheme that is unknown, whose
     library is missing, or that cannot bind.
@@ -83,6 +85,7 @@ def open_plane(
         receives=ReceiveLedger(num_blocks, events, dead),
         sends=SendLedger(num_blocks, events),
         dead=dead,
+        digester=Digester(pool, digest),
     )
     return KVPlane(context, {scheme: _ROADS[scheme] for scheme in schemes})
 

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from kvtransfer.errors import TicketError
@@ -34,13 +35,17 @@ class PushItem:
 
 @dataclass(eq=False)
 class Push:
-    """One ticket being sent. Transports read ``ticket``, ``peer`` and ``scheme``; the rest is the ledger's."""
+    """One ticket being sent. Transports read ``ticket``, ``peer`` and ``scheme``; the rest is the ledger's.
+
+    Except ``digests``, by index: it belongs to the thread of the transport.
+    """
 
     ticket: TransferTicket
     scheme: str
     queue: deque[PushItem] = field(default_factory=deque)
     seen: set[int] = field(default_factory=set)
     posted: set[int] = field(default_factory=set)
+    digests: dict[int, int] = field(default_factory=dict)
     num_sent: int = 0
     cancelled: bool = False
     finished: bool = False
@@ -133,6 +138,11 @@ class SendLedger:
             item = push.queue.popleft()
             push.posted.add(item.index)
             return item
+
+    def waiting(self, push: Push, limit: int | None = None) -> list[PushItem]:
+        """What `take` will give next, in that order; the owner may cancel it meanwhile."""
+        with self._lock:
+            return list(islice(push.queue, limit))
 
     def sent(self, push: Push, index: int) -> None:
         """The transport has read the block for the last time."""

@@ -106,7 +106,7 @@ class Inbound:
 
     def _on_header(self, peer: PeerId, header: wire.Header, now: float) -> None:
         # A refused block is drained, not an error: a cancelled ticket's last blocks are always on their way.
-        claim = self._context.receives.claim(header.ticket_id, header.index, header.generation, peer)
+        claim = self._context.receives.claim(header.ticket_id, header.index, header.generation, peer, header.digest)
         self._claim = claim
         self._payload = None if claim is None else memoryview(self._context.pool[claim.block_id])
         self._missing = header.length
@@ -124,7 +124,7 @@ class Inbound:
             claim, self._claim, self._payload = self._claim, None, None
             self.deadline = None
             if claim is not None:
-                self._context.receives.landed([claim])
+                self._context.arrive([claim])
         return count
 
     def _recv(self, target: memoryview) -> int:

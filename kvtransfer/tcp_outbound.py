@@ -64,6 +64,7 @@ class Outbound:
         return self._posted is not None or bool(self._pushes)
 
     def add(self, push: Push) -> None:
+        self._context.seal(push)
         if push not in self._pushes:
             self._pushes.append(push)
 
@@ -150,7 +151,8 @@ class Outbound:
                 continue
             self._pushes.append(push)
             block_bytes = self._context.block_bytes
-            header = wire.Header(push.ticket_id, item.index, item.handle.generation, block_bytes)
+            digest = self._context.digest(push, item)
+            header = wire.Header(push.ticket_id, item.index, item.handle.generation, block_bytes, digest)
             self._posted = (push, item)
             self._unsent = [
                 memoryview(wire.pack_header(header)),

@@ -30,7 +30,7 @@ MAX_NODE_ID_BYTES: Final = 800
 
 _GREETING: Final = struct.Struct(">4sB3x32s")  # CHALLENGE and ACCEPT: magic, version, nonce or MAC
 _REPLY: Final = struct.Struct(">4sBxHQ32s32s")  # magic, version, id bytes, epoch, nonce, MAC; then the id
-_HEADER: Final = struct.Struct(">4sB3xQIQQ")  # magic, version, ticket id, index, generation, payload bytes
+_HEADER: Final = struct.Struct(">4sIQIQQQ")  # magic, version, ticket id, index, generation, payload bytes, digest
 GREETING_BYTES: Final = _GREETING.size
 REPLY_BYTES: Final = _REPLY.size
 HEADER_BYTES: Final = _HEADER.size
@@ -48,6 +48,7 @@ class Header:
     index: int
     generation: int
     length: int
+    digest: int
 
 
 @dataclass(frozen=True)
@@ -128,16 +129,17 @@ def parse_node_id(data: bytes | bytearray) -> str:
 
 def pack_header(header: Header) -> bytes:
     """What goes before each block."""
-    return _HEADER.pack(MAGIC, WIRE_VERSION, header.ticket_id, header.index, header.generation, header.length)
+    fields = (header.ticket_id, header.index, header.generation, header.length, header.digest)
+    return _HEADER.pack(MAGIC, WIRE_VERSION, *fields)
 
 
 def parse_header(data: bytes | bytearray, block_bytes: int) -> Header:
     """Raises `WireError` also for a length that is not one block: it could only be an attack or a bug."""
-    magic, version, ticket_id, index, generation, length = _HEADER.unpack(data)
+    magic, version, ticket_id, index, generation, length, digest = _HEADER.unpack(data)
     _check_magic(magic, version)
     if length != block_bytes:
         raise WireError(f"frame of {length} bytes, blocks have {block_bytes}")
-    return Header(ticket_id, index, generation, length)
+    return Header(ticket_id, index, generation, length, digest)
 
 
 def format_address(host: str, port: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
+from kvtransfer.digest import DigestMode
 from kvtransfer.errors import HelloError, TicketError
 from kvtransfer.layout import WIRE_VERSION
 
@@ -38,7 +39,10 @@ class BlockHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a plane is and where it receives. ``addresses`` maps a scheme to that transport's own address."""
+    """Who a plane is and where it receives. ``addresses`` maps a scheme to that transport's own address.
+
+    ``digest`` is what it asks of every block sent to it; the sender obeys.
+    """
 
     version: int
     node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -53,6 +57,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ],
         msgspec.Meta(max_length=8),
     ]
+    digest: DigestMode
 
     @property
     def peer(self) -> PeerId:

@@ -1,7 +1,8 @@
 """The receiving end of the UCX road: one worker, asked for each message where it may go.
 
 There is no generation on this wire. A tag names (ticket, block), ticket numbers are never used twice, and a
-message is received into the pool only while that block of that ticket is open: that is the fence.
+message is received into the pool only while that block of that ticket is open: that is the fence. Digests come ahead
+of their blocks, in introductions; UCX keeps the order of messages of one endpoint.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Intake:
         claim = None
         known = receives.introduced(ticket_id)
         if known and message.length == self._context.block_bytes:
-            claim = receives.claim(ticket_id, index, None, known[-1])
+            claim = receives.claim(ticket_id, index, None, known[-1], None)
         else:
             receives.refuse()
         if claim is None:
@@ -160,7 +161,7 @@ class Intake:
                 self._doubt([(request, claim)], error)
                 if claim.peer not in self._context.dead:
                     self._context.events.put(PeerLost(claim.peer.node_id, claim.peer.epoch))
-        self._context.receives.landed(landed)
+        self._context.arrive(landed)
 
     def _reap_notes(self) -> None:
         waiting = []
@@ -175,7 +176,7 @@ class Intake:
         said = read_introduction(self._context, ticket_id, data)
         if said is None:
             self._context.receives.refuse()
-        elif self._context.receives.introduce(ticket_id, said.peer):
+        elif self._context.receives.introduce(ticket_id, said.peer, said.digests):
             key = (said.peer, said.reply_to)
             if said.reply_to and key not in self._replies:
                 with contextlib.suppress(UcxError, HelloError):

@@ -12,7 +12,14 @@ from kvtransfer.road import RoadContext
 from kvtransfer.sends import Push, PushItem
 from kvtransfer.ticket import INDEX_BITS
 from kvtransfer.ucx import Buffer, Endpoint, Request, UcxError, Worker
-from kvtransfer.ucx_wire import INTRODUCTION_INDEX, MAX_NOTE_BYTES, introduce, open_address, read_farewell
+from kvtransfer.ucx_wire import (
+    INTRODUCTION_INDEX,
+    MAX_NOTE_BYTES,
+    introduce,
+    num_introduced,
+    open_address,
+    read_farewell,
+)
 
 # Enough to keep the wire full; what is posted cannot be called back, so a cancel waits for this much.
 WINDOW_BYTES: Final = 16 << 20
@@ -29,7 +36,7 @@ class Link:
         self._context = context
         self._endpoint = Endpoint(worker, open_address(context.secret, push.address))
         self._pushes: deque[Push] = deque()
-        self._introduced: set[Push] = set()
+        self._introduced: dict[Push, set[int]] = {}
         self._posted: list[tuple[Request, Push, PushItem]] = []
         self._introducing: list[Request] = []
 
@@ -42,6 +49,7 @@ class Link:
         return self.failed and self._endpoint.closed
 
     def add(self, push: Push) -> None:
+        self._context.seal(push)
         if push not in self._pushes:
             self._pushes.append(push)
 
@@ -110,7 +118,7 @@ class Link:
             self._context.sends.lost(push, item.index)
             if not self.failed:
                 self.lose(error)
-        self._introduced = {push for push in self._introduced if not push.over}
+        self._introduced = {push: told for push, told in self._introduced.items() if not push.over}
         if not self.transports and not self.failed:
             self.transports = self._endpoint.transports()
         return True
@@ -125,7 +133,7 @@ class Link:
                 continue
             self._pushes.append(push)
             try:
-                self._introduce(push, reply_to)
+                self._introduce(push, item, reply_to)
                 tag = (push.ticket_id << INDEX_BITS) | item.index
                 request = self._endpoint.send(self._context.pool[item.block_id], tag)
             except UcxError:
@@ -133,12 +141,19 @@ class Link:
                 raise
             self._posted.append((request, push, item))
 
-    def _introduce(self, push: Push, reply_to: bytes) -> None:
-        if push not in self._introduced:
-            data = introduce(self._context, push.ticket_id, push.peer, reply_to)
-            tag = (push.ticket_id << INDEX_BITS) | INTRODUCTION_INDEX
-            self._introducing.append(self._endpoint.send(_buffer(data), tag))
-            self._introduced.add(push)
+    def _introduce(self, push: Push, item: PushItem, reply_to: bytes) -> None:
+        """Say who pushes this block and what it holds, for those behind it in the queue too."""
+        told = self._introduced.get(push)
+        if told is not None and item.index in told:
+            return
+        context = self._context
+        reply_to = b"" if told else reply_to
+        items = [item, *context.sends.waiting(push, num_introduced(reply_to) - 1)]
+        digests = {each.index: context.digest(push, each) for each in items}
+        data = introduce(context, push.ticket_id, push.peer, reply_to, digests)
+        tag = (push.ticket_id << INDEX_BITS) | INTRODUCTION_INDEX
+        self._introducing.append(self._endpoint.send(_buffer(data), tag))
+        self._introduced.setdefault(push, set()).update(digests)
 
 
 class Replies:

@@ -1,7 +1,9 @@
-"""What the UCX road says besides blocks: its address, who is pushing a ticket, which worker is gone. Pure."""
+"""What the UCX road says besides blocks: its address, who is pushing which blocks, which worker is gone. Pure."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -21,17 +23,21 @@ INTRODUCTION_INDEX: Final = (1 << INDEX_BITS) - 1
 MAX_NOTE_BYTES: Final = 4096
 _PROOF_BYTES: Final = 32
 _MAX_REPLY_TO_BYTES: Final = 3072
+_MAX_DIGESTS: Final = 64
+_DIGEST: Final = struct.Struct(">IQ")  # index, digest
 
 
 class _Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """First message of a push. A block of a ticket nobody introduced himself for is refused.
+    """Goes ahead of blocks. A block of a ticket nobody introduced himself for is refused.
 
-    ``reply_to`` is the sealed address of the sender's sending worker, for a farewell; empty if too long.
+    ``reply_to`` is the sealed address of the sender's sending worker, for a farewell; empty if told already or too
+    long. ``digests`` are packed pairs (index, digest) of the blocks that follow.
     """
 
     node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     epoch: Annotated[int, msgspec.Meta(ge=0)]
     reply_to: Annotated[bytes, msgspec.Meta(max_length=_MAX_REPLY_TO_BYTES)]
+    digests: Annotated[bytes, msgspec.Meta(max_length=_DIGEST.size * _MAX_DIGESTS)]
     proof: Annotated[bytes, msgspec.Meta(max_length=_PROOF_BYTES)]
 
 
@@ -49,10 +55,11 @@ class _Farewell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 @dataclass(frozen=True)
 class Introduced:
-    """A sender, and the sealed address it can be told at (may be empty)."""
+    """A sender, the sealed address it can be told at (may be empty), and the digests of its next blocks by index."""
 
     peer: PeerId
     reply_to: bytes
+    digests: Mapping[int, int]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -61,13 +68,24 @@ _farewell_decoder = msgspec.msgpack.Decoder(_Farewell)
 _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
-def introduce(context: RoadContext, ticket_id: int, receiver: PeerId, reply_to: bytes) -> bytes:
-    """The first message of a push: who sends, proven with the secret. ``reply_to`` is our own sealed address."""
+def num_introduced(reply_to: bytes) -> int:
+    """How many blocks fit into one introduction, beside ``reply_to``."""
+    return max(1, min(_MAX_DIGESTS, (_MAX_REPLY_TO_BYTES - len(reply_to)) // _DIGEST.size))
+
+
+def introduce(
+    context: RoadContext, ticket_id: int, receiver: PeerId, reply_to: bytes, digests: Mapping[int, int]
+) -> bytes:
+    """What goes ahead of blocks: who sends and what they hold, proven with the secret.
+
+    ``reply_to`` is our own sealed address; ``digests`` are at most `num_introduced`, by index in the ticket.
+    """
     me = context.me
     if len(reply_to) > _MAX_REPLY_TO_BYTES:
         reply_to = b""
-    proof = prove(context.secret, *_parts(context, b"introduction", ticket_id, me, receiver), reply_to)
-    return _encoder.encode(_Introduction(me.node_id, me.epoch, reply_to, proof))
+    packed = b"".join(_DIGEST.pack(index, digest) for index, digest in digests.items())
+    proof = prove(context.secret, *_parts(context, b"introduction", ticket_id, me, receiver), reply_to, packed)
+    return _encoder.encode(_Introduction(me.node_id, me.epoch, reply_to, packed, proof))
 
 
 def read_introduction(context: RoadContext, ticket_id: int, data: bytes) -> Introduced | None:
@@ -78,9 +96,11 @@ def read_introduction(context: RoadContext, ticket_id: int, data: bytes) -> Intr
         parts = _parts(context, b"introduction", ticket_id, peer, context.me)
     except _UNREADABLE:
         return None
-    if not proves(said.proof, context.secret, *parts, said.reply_to):
+    if not proves(said.proof, context.secret, *parts, said.reply_to, said.digests):
         return None
-    return Introduced(peer, said.reply_to)
+    if len(said.digests) % _DIGEST.size:
+        return None
+    return Introduced(peer, said.reply_to, dict(_DIGEST.iter_unpack(said.digests)))
 
 
 def farewell(context: RoadContext, sender: PeerId, worker: bytes) -> bytes:

@@ -19,7 +19,7 @@ from cluster.wire import (
     Pong,
     Submit,
 )
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, BlockReport
 from engine.instructions import (
     CancelPush,
     DropPeer,
@@ -111,6 +111,10 @@ class PrefillState:
     def counters(self) -> dict[str, float]:
         """See :class:`engine.instructions.NodeState`."""
         return dict(self._counters)
+
+    def check(self) -> tuple[BlockReport, ...]:
+        """See :class:`engine.instructions.NodeState`."""
+        return self._table.orphans()
 
     def report(self) -> list[dict[str, str | int | float]]:
         """See :class:`engine.instructions.NodeState`."""

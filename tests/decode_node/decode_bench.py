@@ -42,6 +42,7 @@ def hello() -> Hello:
         block_bytes=64,
         num_blocks=8,
         addresses={"inproc": b"x"},
+        digest="sampled",
     )
 
 

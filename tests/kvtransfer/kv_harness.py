@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from kvtransfer.digest import DigestMode
 from kvtransfer.events import BlocksArrived, BlocksSent, Event
 from kvtransfer.select import open_plane
 from kvtransfer.ticket import BlockHandle, TransferTicket, decode_ticket, encode_ticket, new_ticket_id
@@ -35,6 +36,7 @@ class Node:
         fingerprint: str = FINGERPRINT,
         secret: bytes | None = SECRET,
         seed: int | None = None,
+        digest: DigestMode = "full",
     ) -> None:
         self.id, self.epoch = node_id, epoch
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
@@ -43,7 +45,8 @@ class Node:
         self.seen: list[Event] = []
         self._ready = threading.Event()
         names = (schemes,) if isinstance(schemes, str) else schemes
-        self.plane = open_plane(names, self.pool, (node_id, epoch, fingerprint), secret=secret, wakeup=self._ready.set)
+        identity = (node_id, epoch, fingerprint)
+        self.plane = open_plane(names, self.pool, identity, secret=secret, wakeup=self._ready.set, digest=digest)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Collect events until the condition holds; fails with what was seen at the deadline."""

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from kv_harness import DEADLINE_S, FINGERPRINT, SECRET, Node
 
 from kvtransfer import tcp_wire as wire
+from kvtransfer.digest import BlockIdentity, block_digest
 from kvtransfer.errors import HelloError
-from kvtransfer.events import PushFailed
+from kvtransfer.events import PeerLost, PushFailed, Withdrawn
+from kvtransfer.layout import WIRE_VERSION
 from kvtransfer.ticket import PeerId
 
 
@@ -114,9 +116,9 @@ def test_a_handshake_cannot_be_replayed(d):
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 200,
         b"\0" * 500,
-        struct.pack(">4sBxHQ32s32s", wire.MAGIC, 1, 65535, 1, b"", b"") + b"x" * 500,
-        struct.pack(">4sBxHQ32s32s", wire.MAGIC, 1, 0, 1, b"", b"") + b"x" * 500,
-        struct.pack(">4sBxHQ32s32s", wire.MAGIC, 1, 4, 1, b"", b"") + b"\xff\xff\xff\xff",
+        struct.pack(">4sBxHQ32s32s", wire.MAGIC, WIRE_VERSION, 65535, 1, b"", b"") + b"x" * 500,
+        struct.pack(">4sBxHQ32s32s", wire.MAGIC, WIRE_VERSION, 0, 1, b"", b"") + b"x" * 500,
+        struct.pack(">4sBxHQ32s32s", wire.MAGIC, WIRE_VERSION, 4, 1, b"", b"") + b"\xff\xff\xff\xff",
         struct.pack(">4sBxHQ32s32s", wire.MAGIC, 9, 4, 1, b"", b"") + b"abcd",
     ],
 )
@@ -132,7 +134,7 @@ def test_nonsense_instead_of_a_handshake(d, nodes, data):
 def test_a_length_that_is_no_block_closes_the_connection(d, nodes, length):
     ticket = d.grant([0])
     with proven(d) as sock:
-        sock.sendall(wire.pack_header(wire.Header(ticket.ticket_id, 0, 7, length)) + b"x" * 100)
+        sock.sendall(wire.pack_header(wire.Header(ticket.ticket_id, 0, 7, length, 0)) + b"x" * 100)
         assert is_closed(sock)
     still_works(d, nodes)
 
@@ -140,12 +142,29 @@ def test_a_length_that_is_no_block_closes_the_connection(d, nodes, length):
 def test_a_truncated_block_does_not_arrive_and_can_be_sent_again(d, nodes):
     ticket = d.grant([0])
     with proven(d) as sock:
-        sock.sendall(wire.pack_header(wire.Header(ticket.ticket_id, 0, 7, 4096)) + b"x" * 100)
+        sock.sendall(wire.pack_header(wire.Header(ticket.ticket_id, 0, 7, 4096, 0)) + b"x" * 100)
     d.wait_for(lambda: any(getattr(event, "reason", "") for event in d.seen))
     p = nodes("tcp", "P2", seed=3)
     p.plane.push(ticket, [(0, 5)])
     d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})
     assert np.array_equal(d.pool[0], p.pool[5])
+
+
+def test_no_byte_on_the_wire_can_be_flipped(d):
+    payload = bytes(range(256)) * 16
+    positions = [*range(wire.HEADER_BYTES), *range(wire.HEADER_BYTES, wire.HEADER_BYTES + 4096, 331)]
+    for number, position in enumerate(positions):
+        ticket = d.grant([0])
+        digest = block_digest(np.frombuffer(payload, np.uint8), BlockIdentity(ticket.ticket_id, 0, 7), "full")
+        frame = bytearray(wire.pack_header(wire.Header(ticket.ticket_id, 0, 7, 4096, digest)) + payload)
+        frame[position] ^= 1
+        with proven(d) as sock:
+            sock.sendall(frame)
+        d.wait_for(lambda number=number: d.seen.count(PeerLost("P", 1)) == number + 1)
+        assert not d.arrived(ticket.ticket_id), position
+        d.plane.withdraw(ticket.ticket_id)
+        d.wait_event(Withdrawn(ticket.ticket_id))
+    assert d.plane.stats().blocks_received == 0
 
 
 def test_strangers_cannot_keep_peers_out(d, nodes):

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.errors import HelloError, TicketError
+from kvtransfer.layout import WIRE_VERSION
 from kvtransfer.ticket import (
     TICKET_ID_BITS,
     BlockHandle,
@@ -18,7 +19,9 @@ from kvtransfer.ticket import (
     new_ticket_id,
 )
 
-HELLO = Hello(1, "D", (1 << 64) - 1, "f" * 32, 737280, 100, {"tcp": b"127.0.0.1:1", "ucx": b"\0" * 200})
+ADDRESSES = {"tcp": b"127.0.0.1:1", "ucx": b"\0" * 200}
+HELLO = Hello(WIRE_VERSION, "D", (1 << 64) - 1, "f" * 32, 737280, 100, ADDRESSES, "sampled")
+V = bytes([WIRE_VERSION])
 TICKET = TransferTicket(new_ticket_id(), HELLO, tuple(BlockHandle(block, 1 << 40) for block in range(50)))
 
 
@@ -45,12 +48,12 @@ def test_ticket_ids_are_random_and_fit_the_tag():
     "data",
     [
         b"",
-        b"\x01",
-        b"\x02" + encode_ticket(TICKET)[1:],
+        V,
+        bytes([WIRE_VERSION + 1]) + encode_ticket(TICKET)[1:],
         encode_ticket(TICKET)[:-1],
         encode_ticket(TICKET) + b"\0",
-        b"\x01" + b"\x91" * 100_000,
-        b"\x01" + b"\xdd\xff\xff\xff\xff",
+        V + b"\x91" * 100_000,
+        V + b"\xdd\xff\xff\xff\xff",
         changed(ticket_id=0),
         changed(ticket_id=1 << TICKET_ID_BITS),
         changed(handles=()),
@@ -58,9 +61,10 @@ def test_ticket_ids_are_random_and_fit_the_tag():
         changed(handles=(BlockHandle(-1, 0),)),
         changed(handles=(BlockHandle(1, 0), BlockHandle(1, 1))),
         changed(handles=(BlockHandle(1, -1),)),
-        changed(hello=hello_with(version=2)),
+        changed(hello=hello_with(version=WIRE_VERSION + 1)),
         changed(hello=hello_with(block_bytes=0)),
         changed(hello=hello_with(node_id="")),
+        changed(hello=hello_with(digest="most of it")),
         changed(hello=hello_with(addresses={str(number): b"" for number in range(9)})),
     ],
 )
@@ -79,7 +83,7 @@ def test_malformed_hellos(hello):
 def test_no_bytes_do_anything_but_decode_or_raise(noise, position, value):
     broken = bytearray(encode_ticket(TICKET))
     broken[position % len(broken)] = value
-    for data in (noise, b"\x01" + noise, bytes(broken), bytes(broken[:position])):
+    for data in (noise, V + noise, bytes(broken), bytes(broken[:position])):
         try:
             ticket = decode_ticket(data)
         except TicketError:

@@ -10,7 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtransfer.dead import DeadPeers
+from kvtransfer.digest import BlockIdentity, block_digest
 from kvtransfer.errors import PeerUnreachableError
 from kvtransfer.events import Event, EventBox
 from kvtransfer.layout import WIRE_VERSION
@@ -21,6 +24,8 @@ from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
 EMPTY = -1
 LANDING = -2
 FINGERPRINT = "layout-a"
+# A flight that brings nothing: the receiver's block keeps what it had.
+STALE: list[int] = []
 
 
 class Memory:
@@ -41,14 +46,19 @@ class Memory:
         self.blocks[block_id][first:] = [EMPTY] * (self.block_size - first)
 
 
+def digest(content: Sequence[int], identity: BlockIdentity) -> int:
+    return block_digest(np.array(content, np.int64).view(np.uint8), identity, "full")
+
+
 @dataclass
 class Flight:
-    """A block that has left the sender's memory."""
+    """A block that has left the sender's memory, with the digest of what it held there."""
 
     ticket_id: int
     handle: BlockHandle
     index: int
     content: list[int]
+    digest: int
 
 
 @dataclass
@@ -61,6 +71,7 @@ class Wire:
     posted_is_out: bool = False
     flying: deque[Flight] = field(default_factory=deque)
     landing: tuple[Claim, list[int]] | None = None
+    damage: Callable[[deque[Flight]], None] = lambda _flying: None
 
     def moves(self) -> list[Callable[[], None]]:
         """What may happen next."""
@@ -91,7 +102,9 @@ class Wire:
         assert self.posted is not None
         push, item = self.posted
         content = list(self.sender.memory.blocks[item.block_id])
-        self.flying.append(Flight(push.ticket_id, item.handle, item.index, content))
+        identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
+        self.flying.append(Flight(push.ticket_id, item.handle, item.index, content, digest(content, identity)))
+        self.damage(self.flying)
         self.posted_is_out = True
 
     def report_sent(self) -> None:
@@ -105,16 +118,24 @@ class Wire:
         flight = self.flying.popleft()
         if not self.receiver.alive or self.sender.me in self.receiver.dead:
             return
-        claim = self.receiver.receives.claim(flight.ticket_id, flight.index, flight.handle.generation, self.sender.me)
+        claim = self.receiver.receives.claim(
+            flight.ticket_id, flight.index, flight.handle.generation, self.sender.me, flight.digest
+        )
         if claim is not None:
-            self.receiver.memory.blocks[claim.block_id][:] = [LANDING] * self.receiver.memory.block_size
+            block = self.receiver.memory.blocks[claim.block_id]
+            if flight.content is STALE:
+                flight.content = list(block)
+            block[:] = [LANDING] * self.receiver.memory.block_size
             self.landing = (claim, flight.content)
 
     def land(self) -> None:
         assert self.landing is not None
         (claim, content), self.landing = self.landing, None
         self.receiver.memory.blocks[claim.block_id][:] = content
-        self.receiver.receives.landed([claim])
+        if digest(content, claim.identity) == claim.digest:
+            self.receiver.receives.landed([claim])
+        else:
+            self.receiver.receives.abandon([claim], "wrong digest")
 
     def cut(self, reason: str) -> None:
         """The connection breaks: both ends hear of it, what was on its way is lost."""
@@ -154,6 +175,7 @@ class FakePlane:
             block_bytes=1,
             num_blocks=len(self.memory.blocks),
             addresses={"fake": b"here"},
+            digest="sampled",
         )
 
     def push(self, ticket: TransferTicket, items: Sequence[tuple[int, int]]) -> None:

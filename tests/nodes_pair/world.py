@@ -108,6 +108,7 @@ class World:
         """Raises AssertionError or :class:`BlockPoolError` if any rule of ownership is broken."""
         for node in self.nodes.values():
             node.pool.check_integrity()
+            assert node.state.check() == (), "blocks of nobody"
             owned = {report.block_id for report in node.pool.report() if report.state == "owned"}
             assert owned.issuperset(node.plane.being_read()), "the transport reads a block that was given back"
             if isinstance(node.state, DecodeState):

@@ -41,6 +41,7 @@ def hello(party: Party = DECODE) -> Hello:
         block_bytes=64,
         num_blocks=100,
         addresses={"inproc": b"x"},
+        digest="sampled",
     )
 
 
