@@ -23,9 +23,8 @@ from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
 
 EMPTY = -1
 LANDING = -2
+POISON = -9
 FINGERPRINT = "layout-a"
-# A flight that brings nothing: the receiver's block keeps what it had.
-STALE: list[int] = []
 
 
 class Memory:
@@ -52,7 +51,10 @@ def digest(content: Sequence[int], identity: BlockIdentity) -> int:
 
 @dataclass
 class Flight:
-    """A block that has left the sender's memory, with the digest of what it held there."""
+    """A block that has left the sender's memory, with the digest of what it held there.
+
+    Without content it brings nothing: the receiver's block keeps what it had.
+    """
 
     ticket_id: int
     handle: BlockHandle
@@ -71,7 +73,6 @@ class Wire:
     posted_is_out: bool = False
     flying: deque[Flight] = field(default_factory=deque)
     landing: tuple[Claim, list[int]] | None = None
-    damage: Callable[[deque[Flight]], None] = lambda _flying: None
 
     def moves(self) -> list[Callable[[], None]]:
         """What may happen next."""
@@ -104,7 +105,8 @@ class Wire:
         content = list(self.sender.memory.blocks[item.block_id])
         identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
         self.flying.append(Flight(push.ticket_id, item.handle, item.index, content, digest(content, identity)))
-        self.damage(self.flying)
+        assert POISON not in content, "the contents of unused slots leave the node"
+        self.sender.damage(self.flying)
         self.posted_is_out = True
 
     def report_sent(self) -> None:
@@ -123,7 +125,7 @@ class Wire:
         )
         if claim is not None:
             block = self.receiver.memory.blocks[claim.block_id]
-            if flight.content is STALE:
+            if not flight.content:
                 flight.content = list(block)
             block[:] = [LANDING] * self.receiver.memory.block_size
             self.landing = (claim, flight.content)
@@ -165,6 +167,7 @@ class FakePlane:
         self.inbound: list[Wire] = []
         self.peers: Callable[[PeerId], FakePlane | None] = lambda _peer: None
         self.is_owned: Callable[[int], bool] = lambda _block_id: True
+        self.damage: Callable[[deque[Flight]], None] = lambda _flying: None
 
     def hello(self) -> Hello:
         return Hello(

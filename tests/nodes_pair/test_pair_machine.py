@@ -3,12 +3,14 @@
 Channels keep the order of each (sender, receiver) pair and no other. Nodes die and come back as other lives, routers
 cancel and fall silent, connections break with blocks on them, steps fail. After every rule all rules of ownership
 hold (:meth:`World.check`, and the checks inside the fakes); at the end nothing is left and everybody was answered.
+Blocks are damaged on their way, and what nobody holds is overwritten after every rule: neither may reach an answer.
 """
 
 from __future__ import annotations
 
 import random
 
+from damages import DAMAGES
 from fake_node import MAX_MODEL_LEN, VOCABULARY
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -75,6 +77,7 @@ class PairMachine(RuleBasedStateMachine):
         for _ in range(num_moves):
             self.world.run(rng, 1)
             self.world.check()
+            self.world.poison()
 
     @rule(seconds=st.sampled_from([0.3, 2.0, 5.0]))
     def time_passes(self, seconds: float) -> None:
@@ -91,6 +94,12 @@ class PairMachine(RuleBasedStateMachine):
     def connection_breaks(self, pick: int) -> None:
         wires = self.world.wires()
         wires[pick % len(wires)].cut("the cable was pulled")
+
+    @precondition(lambda self: any(wire.flying for wire in self.world.wires()))
+    @rule(pick=picks, name=st.sampled_from(sorted(DAMAGES)))
+    def block_is_damaged(self, pick: int, name: str) -> None:
+        wires = [wire for wire in self.world.wires() if wire.flying]
+        DAMAGES[name](wires[pick % len(wires)].flying)
 
     @precondition(lambda self: any(node.plan is not None for node in self.world.nodes.values()))
     @rule(pick=picks)
@@ -118,6 +127,7 @@ class PairMachine(RuleBasedStateMachine):
     @invariant()
     def ownership_is_sound(self) -> None:
         self.world.check()
+        self.world.poison()
 
     def teardown(self) -> None:
         self.world.drain(random.Random(0))

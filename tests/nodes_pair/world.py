@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-from fake_kv import FakePlane, Wire
+from fake_kv import POISON, FakePlane, Wire
 from fake_node import Node
 from fake_router import Router
 
@@ -115,6 +115,13 @@ class World:
                 self._check_decode(node, node.state)
             else:
                 self._check_owners(node, {h.owner: (h.block_table, []) for h in node.state._table})
+
+    def poison(self) -> None:
+        """Overwrite every block that holds nothing of use: free ones no lookup can find, and those in quarantine."""
+        for node in self.nodes.values():
+            for block_id, block in enumerate(node.pool._blocks):
+                if not block.owners and block.name is None:
+                    node.memory.blocks[block_id][:] = [POISON] * node.memory.block_size
 
     def _check_decode(self, node: Node, state: DecodeState) -> None:
         intakes = list(state._table)
