@@ -116,6 +116,7 @@ class Stack:
                 "baton_kv_blocks{state=free}",
                 "baton_kv_blocks{state=owned}",
                 "baton_kv_blocks{state=quarantined}",
+                "baton_kv_blocks_orphaned",
                 "baton_kv_open_tickets",
                 "baton_kv_open_pushes",
                 "baton_requests_running",
