@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -17,19 +16,16 @@ import openai
 import pytest
 import pytest_asyncio
 import uvicorn
-from fake_generator import FakeGenerator, deltas
+from fake_generator import FakeGenerator
+from front_harness import CONTEXT, MODEL, Front, WatchedMetrics
 
 from cluster.model_store import DEMO_MODEL, demo_model_directory, read_config, resolve_model
 from router.app import FrontSettings, create_app
-from router.metrics import Endpoint, Metrics, Outcome
 from router.protocol import BoundedHttpProtocol
 from router.tokenizer import Tokenizer
 
 hypothesis.settings.register_profile("router", deadline=None)
 hypothesis.settings.load_profile("router")
-
-MODEL = "m135"
-CONTEXT = 512
 
 
 @pytest.fixture(scope="session")
@@ -43,49 +39,6 @@ def model_directory() -> Path:
 def tokenizer(model_directory: Path) -> Tokenizer:
     facts = read_config(model_directory)
     return Tokenizer.from_directory(model_directory, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """A served front, clients for it and what stands behind it."""
-
-    url: str
-    generator: FakeGenerator
-    tokenizer: Tokenizer
-    metrics: WatchedMetrics
-    http: httpx.AsyncClient
-    client: openai.AsyncOpenAI
-
-    def replay(self, text: str, finish: str = "length", **options: int) -> tuple[int, ...]:
-        """Let every generation answer ``text``; returns its token ids (with EOS where it stops)."""
-        token_ids = tuple(self.tokenizer._backend.encode(text, add_special_tokens=False).ids)
-        if finish == "stop":
-            token_ids += self.tokenizer.eos_token_ids[:1]
-        self.generator.script = deltas(token_ids, finish, **options)  # type: ignore[arg-type]
-        return token_ids
-
-
-class WatchedMetrics(Metrics):
-    """Lets a test wait for the end of a request that nobody answers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changed = asyncio.Event()
-
-    def ended(self, endpoint: Endpoint, outcome: Outcome) -> None:
-        super().ended(endpoint, outcome)
-        self._changed.set()
-
-    def count(self, endpoint: Endpoint, outcome: Outcome) -> int:
-        labels = {"endpoint": endpoint, "outcome": outcome}
-        return int(self.registry.get_sample_value("baton_router_requests_total", labels) or 0)
-
-    async def reaches(self, endpoint: Endpoint, outcome: Outcome, count: int) -> None:
-        """Wait until this many requests have ended so."""
-        async with asyncio.timeout(30):
-            while self.count(endpoint, outcome) < count:
-                self._changed.clear()
-                await self._changed.wait()
 
 
 class _Server(uvicorn.Server):

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import CONTEXT, MODEL, Front
 from fake_generator import deltas
+from front_harness import CONTEXT, MODEL, Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import MODEL, Front
 from fake_generator import deltas
+from front_harness import MODEL, Front
 
 from cluster.errors import BatonError, DeadlineError, EngineError, NoUsablePairError, OverloadedError, WorkerLostError
 from router.generation import Readiness

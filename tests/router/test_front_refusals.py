@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import CONTEXT, MODEL, Front
+from front_harness import CONTEXT, MODEL, Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 
 import pytest
-from conftest import Front
+from front_harness import Front
 
 from router.protocol import BoundedHttpProtocol
 
