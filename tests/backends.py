@@ -25,9 +25,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = pytest.param(
     "triton", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 )
-NAMES = (
-    ("triton",) if INTERPRETED else ("reference", *(_MARCH if platform.machine() == "x86_64" else ("native",)), ON_GPU)
-)
+NATIVE = tuple(_MARCH) if platform.machine() == "x86_64" else ("native",)
+NAMES = ("triton",) if INTERPRETED else ("reference", *NATIVE, ON_GPU)
 SERVING = ("triton",) if INTERPRETED else ("reference", "native")
 
 

@@ -101,7 +101,7 @@ def make_batch(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", [name for name in backends.NAMES if name != "reference"])
+@pytest.mark.parametrize("name", backends.NATIVE)
 def test_logits_have_the_same_bits_in_every_setting(model_dir: Path, name: str, dtype: Dtype) -> None:
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
