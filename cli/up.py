@@ -194,7 +194,7 @@ class _Deployment:
         print(
             f"curl {self._url()}/v1/chat/completions -H 'Content-Type: application/json' -d "
             f'\'{{"model": "{model.served_name}", "messages": [{{"role": "user", "content": '
-            '"What is the capital of France?"}]}\''
+            '"What is the capital of France?"}], "temperature": 0}\''
         )
         print("Ctrl-C stops everything.", flush=True)
 
