@@ -68,7 +68,7 @@ class _Field:
     ``distance`` is (logit - greatest logit) / T, ``mass`` the sum of exp(distance) up to and with each candidate.
     ``whole`` rows have all their tokens that are not banned among the candidates. ``num_left`` candidates pass
     ``min_p`` and ``top_k``; if ``limited``, no other token does. ``cut`` rows have one of these two filters. ``lanes``
-    are those looked at so far.
+    are those looked at so far; they take turns with ``scratch``, ``[vocab_size]``.
     """
 
     logits: Logits
@@ -85,6 +85,7 @@ class _Field:
     cut: Flags
     top_p: Floats
     lanes: dict[int, _Lane]
+    scratch: Logits
 
     @property
     def unfiltered(self) -> Flags:
@@ -94,7 +95,9 @@ class _Field:
     def lane(self, row: int) -> _Lane:
         """That row's whole vocabulary."""
         if row not in self.lanes:
-            self.lanes[row] = _Lane(self.logits[row], self.sampling[row], self.temperature[row], self.greatest[row])
+            self.lanes[row] = _Lane(
+                self.logits[row], self.sampling[row], self.temperature[row], self.greatest[row], self.scratch
+            )
         return self.lanes[row]
 
 
@@ -124,6 +127,7 @@ def _line_up(logits: Logits, sampling: Sequence[SamplingParams], positions: Sequ
         cut=(floor > -np.inf) | (top_k < _UNLIMITED),
         top_p=np.array([one.top_p for one in sampling]),
         lanes={},
+        scratch=np.empty(logits.shape[1], np.float32),
     )
 
 
@@ -171,8 +175,16 @@ def _race_in_full(field: _Field, rows: Ids, score: Floats, sure: Flags) -> list[
 class _Lane:
     """One row's whole vocabulary, and which of its tokens pass the row's filters. Arrays are ``[vocab_size]``."""
 
-    def __init__(self, logits: Logits, sampling: SamplingParams, temperature: np.float32, greatest: np.float32) -> None:
+    def __init__(
+        self,
+        logits: Logits,
+        sampling: SamplingParams,
+        temperature: np.float32,
+        greatest: np.float32,
+        scratch: Logits,
+    ) -> None:
         self.logits = logits
+        self._scratch = scratch
         self._temperature = temperature
         self._greatest = greatest
         self._floor = _log(sampling.min_p)
@@ -197,7 +209,8 @@ class _Lane:
     def total(self) -> float:
         """The sum of exp(distance) over what ``min_p`` and ``top_k`` leave."""
         if self._floor == -math.inf and self._top_k == _UNLIMITED:
-            return float(np.add.reduce(self._weights))
+            # Most lanes are asked for this sum only: their weights need no memory of their own.
+            return float(np.add.reduce(weights(self.logits, self._greatest, self._temperature, self._scratch)))
         left = self.logits >= self._greatest + self._floor * self._temperature
         if np.count_nonzero(left) <= self._top_k:
             return float(np.add.reduce(self._weights * left))
