@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.channel import Channel
+from cluster.channel import Channel, ChannelError
 from cluster.config import ConfigError, cache_dir, compilers
 from cluster.directory import PrefixPublisher
 from cluster.membership import Membership, MembershipError, NodeRecord, Role
-from cluster.model_store import resolve_model, weights_id
+from cluster.model_store import ModelFilesError, resolve_model, weights_id
 from cluster.wire import Party
 from engine.block_pool import BlockPool
 from engine.instructions import NodeState
@@ -24,11 +24,12 @@ from engine.kv_cache import KVCache, kv_cache
 from engine.model import LlamaModel
 from engine.model_config import Dtype, ModelConfig
 from engine.node import DeclaredDeadError, NodeLoop
-from engine.node_config import NodeConfig
+from engine.node_config import RESTART, NodeConfig
 from engine.node_http import NodeView, serve_http
 from engine.runner import ModelRunner
 from engine.weights import load_weights
 from kernels.backend import Backend, BackendError, select
+from kvtransfer.errors import KVTransferError
 from kvtransfer.plane import KVPlane
 from kvtransfer.select import open_plane
 
@@ -56,6 +57,19 @@ class _Engine:
     cache: KVCache
     fingerprint: str
     max_model_len: int
+
+
+async def serve_node(config: NodeConfig, role: Role, build_state: Callable[[NodeParts], NodeState]) -> int:
+    """:func:`run_node` as a process: failures are logged; returns the exit status (2, or ``RESTART``)."""
+    try:
+        await run_node(config, role, build_state)
+    except (ConfigError, ModelFilesError, ChannelError, KVTransferError, OSError) as error:
+        log.error("cannot serve: %s", error)
+        return 2
+    except DeclaredDeadError as error:
+        log.error("%s; starting again as another life", error)
+        return RESTART
+    return 0
 
 
 async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodeParts], NodeState]) -> None:
