@@ -14,7 +14,7 @@ no order of the vocabulary. Both ways give the same token; which is taken depend
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from cluster.request import SamplingParams
 from engine.candidates import Candidates, Logits, top, weights
 from engine.noise import Floats, Ids, Keys, gumbel, ids_above, row_key
+from kernels.host import exp_sums
 
 NUM_CANDIDATES: Final = 96
 
@@ -32,17 +33,21 @@ _MIN_TEMPERATURE: Final = 1e-9  # greedy in all but ties already; keeps the quot
 _UNLIMITED: Final = 2**62
 
 Flags = npt.NDArray[np.bool_]
+ExpSums = Callable[[Logits, Ids, Logits, Logits], Floats]
+"""As :func:`kernels.host.exp_sums`."""
 
 
-def race(logits: Logits, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
+def race(
+    logits: Logits, sampling: Sequence[SamplingParams], positions: Sequence[int], sums: ExpSums = exp_sums
+) -> list[int | None]:
     """A token id for each row, or None if all its logits are -inf.
 
     ``logits``: ``[num_rows, vocab_size]`` without NaN or +inf; ``sampling`` (none greedy) and ``positions``
-    (the index in its sequence of the token to be drawn) have ``num_rows`` entries.
+    (the index in its sequence of the token to be drawn) have ``num_rows`` entries. ``sums``: what sums whole rows.
     """
     field = _line_up(logits, sampling, positions)
     found, num_candidates = field.found, field.distance.shape[1]
-    last = _last_to_pass(field, _total_mass(field))
+    last = _last_to_pass(field, _total_mass(field, sums))
     score = field.distance + gumbel(field.keys[:, None], found.token_ids, logits.shape[1])
     passing = np.arange(num_candidates) < last[:, None]
     rows = np.arange(len(last))
@@ -68,7 +73,7 @@ class _Field:
     ``distance`` is (logit - greatest logit) / T, ``mass`` the sum of exp(distance) up to and with each candidate.
     ``whole`` rows have all their tokens that are not banned among the candidates. ``num_left`` candidates pass
     ``min_p`` and ``top_k``; if ``limited``, no other token does. ``cut`` rows have one of these two filters. ``lanes``
-    are those looked at so far; they take turns with ``scratch``, ``[vocab_size]``.
+    are those looked at so far, ``totals`` the sums known for them.
     """
 
     logits: Logits
@@ -85,7 +90,7 @@ class _Field:
     cut: Flags
     top_p: Floats
     lanes: dict[int, _Lane]
-    scratch: Logits
+    totals: dict[int, float]
 
     @property
     def unfiltered(self) -> Flags:
@@ -96,7 +101,7 @@ class _Field:
         """That row's whole vocabulary."""
         if row not in self.lanes:
             self.lanes[row] = _Lane(
-                self.logits[row], self.sampling[row], self.temperature[row], self.greatest[row], self.scratch
+                self.logits[row], self.sampling[row], self.temperature[row], self.greatest[row], self.totals.get(row)
             )
         return self.lanes[row]
 
@@ -127,15 +132,21 @@ def _line_up(logits: Logits, sampling: Sequence[SamplingParams], positions: Sequ
         cut=(floor > -np.inf) | (top_k < _UNLIMITED),
         top_p=np.array([one.top_p for one in sampling]),
         lanes={},
-        scratch=np.empty(logits.shape[1], np.float32),
+        totals={},
     )
 
 
-def _total_mass(field: _Field) -> Floats:
+def _total_mass(field: _Field, sums: ExpSums) -> Floats:
     """The sum of exp(distance) over all tokens that pass ``min_p`` and ``top_k``; inf where nobody asks for it."""
     ends = np.maximum(field.num_left, 1) - 1
     total = np.where(field.limited, field.mass[np.arange(len(ends)), ends], np.inf)
-    for row in np.flatnonzero((field.top_p < 1.0) & ~field.limited).tolist():
+    asked = (field.top_p < 1.0) & ~field.limited
+    whole_rows = np.flatnonzero(asked & ~field.cut)
+    if len(whole_rows):
+        scales = np.float32(1) / field.temperature[whole_rows]
+        total[whole_rows] = sums(field.logits, whole_rows, field.greatest[whole_rows], scales)
+        field.totals.update(zip(whole_rows.tolist(), total[whole_rows].tolist(), strict=True))
+    for row in np.flatnonzero(asked & field.cut).tolist():
         total[row] = field.lane(row).total
     return total
 
@@ -181,10 +192,10 @@ class _Lane:
         sampling: SamplingParams,
         temperature: np.float32,
         greatest: np.float32,
-        scratch: Logits,
+        total: float | None,
     ) -> None:
         self.logits = logits
-        self._scratch = scratch
+        self._total = total
         self._temperature = temperature
         self._greatest = greatest
         self._floor = _log(sampling.min_p)
@@ -208,9 +219,8 @@ class _Lane:
     @cached_property
     def total(self) -> float:
         """The sum of exp(distance) over what ``min_p`` and ``top_k`` leave."""
-        if self._floor == -math.inf and self._top_k == _UNLIMITED:
-            # Most lanes are asked for this sum only: their weights need no memory of their own.
-            return float(np.add.reduce(weights(self.logits, self._greatest, self._temperature, self._scratch)))
+        if self._total is not None:
+            return self._total
         left = self.logits >= self._greatest + self._floor * self._temperature
         if np.count_nonzero(left) <= self._top_k:
             return float(np.add.reduce(self._weights * left))

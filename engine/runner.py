@@ -43,7 +43,7 @@ class ModelRunner:
         }
         if chunks:
             logits = self.model.forward(self._batch(chunks), self.cache.pool)
-            outcomes |= _choose(logits, [chunk for chunk in chunks if chunk.sampling is not None])
+            outcomes |= self._choose(logits, [chunk for chunk in chunks if chunk.sampling is not None])
         tokens: list[SampledToken] = []
         failed: list[FailedSequence] = []
         for chunk in plan.chunks:
@@ -117,12 +117,12 @@ class ModelRunner:
             ),
         )
 
-
-def _choose(logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> dict[RequestKey, Choice | str]:
-    """A token for each row, or why not. ``logits``: ``[len(chunks), vocab_size]``."""
-    draws = [
-        Draw(chunk.sampling, chunk.position, chunk.num_generated, chunk.history)
-        for chunk in chunks
-        if chunk.sampling is not None
-    ]
-    return dict(zip([chunk.key for chunk in chunks], choose(logits, draws), strict=True))
+    def _choose(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> dict[RequestKey, Choice | str]:
+        """A token for each row, or why not. ``logits``: ``[len(chunks), vocab_size]``."""
+        draws = [
+            Draw(chunk.sampling, chunk.position, chunk.num_generated, chunk.history)
+            for chunk in chunks
+            if chunk.sampling is not None
+        ]
+        outcomes = choose(logits, draws, self.model.weights.ops.exp_sums)
+        return dict(zip([chunk.key for chunk in chunks], outcomes, strict=True))

@@ -19,7 +19,8 @@ from engine.candidates import Logits
 from engine.history import TokenHistory
 from engine.logprobs import token_logprobs
 from engine.penalties import Edit, apply_edits
-from engine.race import race
+from engine.race import ExpSums, race
+from kernels.host import exp_sums
 
 NOT_FINITE = "the model's output is not finite"
 NOTHING_LEFT = "the request's options leave no token to choose"
@@ -45,8 +46,9 @@ class Choice(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Choice | str]:
-    """A token for each row, or why that row has none. ``logits``: float32 ``[len(draws), vocab_size]``, unchanged.
+def choose(logits: Tensor, draws: Sequence[Draw], sums: ExpSums = exp_sums) -> list[Choice | str]:
+    """A token for each row, or why that row has none. ``logits``: float32 ``[len(draws), vocab_size]``, unchanged;
+    ``sums``: what sums whole rows of them, a backend's :meth:`kernels.backend.Backend.exp_sums`.
 
     A row fails alone: if its logits are not finite, its options leave no token, or its history is missing. Greedy
     rows take the lowest of equals. Logits on another device than the CPU are copied from there first.
@@ -65,7 +67,7 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Choice | str]:
     if plain:
         token_ids.update(zip(plain, _rows(values, plain).argmax(axis=1).tolist(), strict=True))
     if special:
-        token_ids.update(zip(special, _choose_special(values, special, draws), strict=True))
+        token_ids.update(zip(special, _choose_special(values, special, draws, sums), strict=True))
     logprobs = _logprobs(values, draws, token_ids)
     outcomes: list[Choice | str] = []
     for row in range(len(draws)):
@@ -74,9 +76,11 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[Choice | str]:
     return outcomes
 
 
-def sample(logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int], sums: ExpSums = exp_sums
+) -> list[int]:
     """The token ids of :func:`choose`, for rows that cannot fail. Raises ValueError if one does."""
-    outcomes = choose(logits, [Draw(*draw) for draw in zip(sampling, positions, strict=True)])
+    outcomes = choose(logits, [Draw(*draw) for draw in zip(sampling, positions, strict=True)], sums)
     if failed := [outcome for outcome in outcomes if isinstance(outcome, str)]:
         raise ValueError(failed[0])
     return [outcome.token_id for outcome in outcomes if isinstance(outcome, Choice)]
@@ -93,7 +97,7 @@ def _problems(logits: Logits, draws: Sequence[Draw]) -> dict[int, str]:
     return problems
 
 
-def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw]) -> list[int | None]:
+def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw], sums: ExpSums) -> list[int | None]:
     """Tokens of rows that sample or have options; None for a row whose options leave nothing."""
     edits = [
         Edit(index, draw.sampling, draw.num_generated, draw.history)
@@ -112,7 +116,7 @@ def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw]) 
             chosen[index] = token_id if work[index, token_id] > -np.inf else None
     if random:
         asked = [draws[rows[index]] for index in random]
-        winners = race(_rows(work, random), [draw.sampling for draw in asked], [draw.position for draw in asked])
+        winners = race(_rows(work, random), [draw.sampling for draw in asked], [draw.position for draw in asked], sums)
         chosen.update(zip(random, winners, strict=True))
     return [chosen[index] for index in range(len(rows))]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.cpu.build import COMPILERS, BuildError, build
 from kernels.cpu.prebuilt import find_prebuilt
 from kernels.decoder import DecoderLayer, DecoderStep
+from kernels.host import Floats, Ids, Rows
 from kernels.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,10 @@ class Backend(Protocol):
 
         ``out``: ``[num_rows, num_heads * head_dim]``.
         """
+        ...
+
+    def exp_sums(self, matrix: Rows, rows: Ids, shifts: Rows, scales: Rows) -> Floats:
+        """See :func:`kernels.host.exp_sums`. In the host's memory: there the sampler works."""
         ...
 
     def stack(self, layers: Sequence[DecoderLayer]) -> Any:

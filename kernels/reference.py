@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own spelling)
 from torch import Tensor
 
+from kernels import host
 from kernels.decoder import DecoderLayer, DecoderStep, run_layers
 from kernels.spans import Spans
 
@@ -320,6 +321,10 @@ class Reference:
         head_dim = pool.shape[5]
         q = qkv[:, : out.shape[1]].view(len(qkv), -1, head_dim)
         out.copy_(paged_attention(q, pool, layer, plan, self.key_order).view_as(out))
+
+    def exp_sums(self, matrix: host.Rows, rows: host.Ids, shifts: host.Rows, scales: host.Rows) -> host.Floats:
+        """See :class:`kernels.backend.Backend`."""
+        return host.exp_sums(matrix, rows, shifts, scales)
 
     def stack(self, layers: Sequence[DecoderLayer]) -> tuple[DecoderLayer, ...]:
         """See :class:`kernels.backend.Backend`."""

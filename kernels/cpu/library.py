@@ -13,6 +13,7 @@ _SIGNATURES: Final = {
     "baton_pack_values": (_POINTER, _LONG, _POINTER, _LONG, _INT),
     "baton_embed": (_POINTER, _LONG, _POINTER, _INT, _LONG, _POINTER),
     "baton_rms_norm": (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
+    "baton_exp_sums": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "baton_rope_store": (
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
         *(_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER, _INT),

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.cpu.arena import Arena
 from kernels.cpu.library import Layer, Step, Weight, load_library
 from kernels.decoder import DecoderLayer, DecoderStep
+from kernels.host import Floats, Ids, Rows
 from kernels.reference import KeyOrder, quantize_rows
 from kernels.spans import Int32Array, Spans
 
@@ -263,6 +264,21 @@ class Native:
             head_dim**-0.5,
             self._threads,
         )
+
+    def exp_sums(self, matrix: Rows, rows: Ids, shifts: Rows, scales: Rows) -> Floats:
+        """See :class:`kernels.backend.Backend`."""
+        matrix = np.ascontiguousarray(matrix)
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(matrix):
+            raise ValueError(f"rows {rows} of a matrix of {len(matrix)}")
+        sums = np.empty(len(rows))
+        self._lib.baton_exp_sums(
+            *(each.ctypes.data for each in (matrix, rows)),
+            len(rows),
+            matrix.shape[1],
+            *(each.ctypes.data for each in (shifts, scales, sums)),
+            self._threads,
+        )
+        return sums
 
     def read(self, address: int, num_bytes: int, threads: int) -> float:
         """Read memory from end to end, for benchmarks; returns some sum."""

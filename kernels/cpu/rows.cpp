@@ -30,6 +30,30 @@ static void rotate(float *x, const float *cos, const float *sin, long half) {
   }
 }
 
+// Sum of exp((x - shift) * scale), in short sums that float32 holds well. The order is that of the row, so that no
+// batch and no thread can change it.
+static double exp_sum(const float *x, long size, float shift, float scale) {
+  constexpr long SHORT = 64 * LANES;
+  const Vec from = splat(shift), by = splat(scale);
+  double total = 0;
+  long i = 0;
+  while (i + LANES <= size) {
+    const long end = i + SHORT < size ? i + SHORT : size;
+    Vec even = Vec{}, odd = Vec{};
+    for (; i + 2 * LANES <= end; i += 2 * LANES) {
+      even += exp_lanes((load(x + i) - from) * by);
+      odd += exp_lanes((load(x + i + LANES) - from) * by);
+    }
+    for (; i + LANES <= end; i += LANES) even += exp_lanes((load(x + i) - from) * by);
+    total += sum_lanes(even + odd);
+  }
+  float rest[LANES];
+  for (int lane = 0; lane < LANES; lane++) rest[lane] = i + lane < size ? x[i + lane] : -INFINITY;
+  store(rest, exp_lanes((load(rest) - from) * by));
+  for (; i < size; i++) total += rest[i % LANES];
+  return total;
+}
+
 struct Store {
   float *qkv;
   long stride, num_heads, num_kv_heads, head_dim, block_size, block_stride, layer_offset;
@@ -78,6 +102,13 @@ void baton_rms_norm(float *x, const float *delta, const int64_t *rows, long num_
     if (delta) for (long i = 0; i < size; i++) from[i] += delta[row * size + i];
     normalise(from, size, weight, eps, out + row * size);
   }
+}
+
+// For each of `rows` of a matrix: the sum of exp((x - shift) * scale) over its `size` values.
+void baton_exp_sums(const float *matrix, const int64_t *rows, long num_rows, long size, const float *shifts,
+                    const float *scales, double *sums, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (num_rows >= MANY_ROWS)
+  for (long i = 0; i < num_rows; i++) sums[i] = exp_sum(matrix + rows[i] * size, size, shifts[i], scales[i]);
 }
 
 // Normalises (where there are weights) and rotates (where there are angles) queries and keys in place, and writes

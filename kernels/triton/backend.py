@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own spelling)
 from torch import Tensor
 
+from kernels import host
 from kernels.backend import BackendError, KeyOrder, WeightKind
 from kernels.decoder import DecoderLayer, DecoderStep, run_layers
 from kernels.spans import Spans
@@ -178,6 +179,10 @@ class Triton:
         if (tokens := plan.tokens) is not None:
             workspace = tokens.workspace or self._room(len(tokens.rows), num_heads, head_dim, tokens.max_context)
             paged_decode(q, pool, layer, tokens.rows, tokens.context_lens, tokens.block_tables, workspace, rows)
+
+    def exp_sums(self, matrix: host.Rows, rows: host.Ids, shifts: host.Rows, scales: host.Rows) -> host.Floats:
+        """See :class:`kernels.backend.Backend`."""
+        return host.exp_sums(matrix, rows, shifts, scales)
 
     def stack(self, layers: Sequence[DecoderLayer]) -> Stack:
         """See :class:`kernels.backend.Backend`."""
