@@ -54,9 +54,9 @@ class ModelRunner:
                 failed.append(FailedSequence(chunk.key, outcome))
         return StepResult(tuple(tokens), tuple(failed), time.perf_counter() - began)
 
-    def warm_up(self, num_tokens: int = 256) -> float:
+    def warm_up(self, num_tokens: int = 32) -> float:
         """Run a prefill of up to ``num_tokens`` and a decode step, so that the first request does not pay for
-        first use; returns seconds taken.
+        first use (of threads, code and graphs: a short prompt does); returns seconds taken.
 
         Call before any block is in use: the first blocks are written, then cleared.
         """

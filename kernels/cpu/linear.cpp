@@ -179,17 +179,33 @@ static inline long position(long output, int half) {
   return output / (PANEL / 2) * PANEL + output % (PANEL / 2) + half * (PANEL / 2);
 }
 
+// Turns GROUP rows of TILE inputs each into TILE runs of GROUP outputs: whole vectors are read and written.
+constexpr long GROUP = PANEL / 2, TILE = 16;
+template <class W>
+static inline void pack_tile(const W *from, long inputs, W *to) {
+  W tile[GROUP][TILE];
+  for (long row = 0; row < GROUP; row++) memcpy(tile[row], from + row * inputs, sizeof tile[row]);
+  for (long k = 0; k < TILE; k++) {
+    W run[GROUP];
+    UNROLL for (long row = 0; row < GROUP; row++) run[row] = tile[row][k];
+    memcpy(to + k * PANEL, run, sizeof run);
+  }
+}
+
 template <class W>
 static void pack(const W *from, long rows, long inputs, W *to, long first_output, int half, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (long start = 0; start < rows; start += PANEL / 2) {
-    for (long k0 = 0; k0 < inputs; k0 += 64) {
-      const long k1 = k0 + 64 < inputs ? k0 + 64 : inputs;
-      for (long row = start; row < start + PANEL / 2 && row < rows; row++) {
-        const long at = position(first_output + row, half);
-        W *column = to + at / PANEL * PANEL * inputs + at % PANEL;
-        for (long k = k0; k < k1; k++) column[k * PANEL] = from[row * inputs + k];
-      }
+  for (long start = 0; start < rows; start += GROUP) {
+    const bool whole = start + GROUP <= rows && (first_output + start) % GROUP == 0;
+    const long tiled = whole ? inputs / TILE * TILE : 0;
+    for (long k = 0; k < tiled; k += TILE) {
+      const long at = position(first_output + start, half);
+      pack_tile(from + start * inputs + k, inputs, to + at / PANEL * PANEL * inputs + k * PANEL + at % PANEL);
+    }
+    for (long row = start; row < start + GROUP && row < rows; row++) {
+      const long at = position(first_output + row, half);
+      W *column = to + at / PANEL * PANEL * inputs + at % PANEL;
+      for (long k = tiled; k < inputs; k++) column[k * PANEL] = from[row * inputs + k];
     }
   }
 }
