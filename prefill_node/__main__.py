@@ -7,6 +7,7 @@ import os
 import sys
 
 from cluster.config import ConfigError
+from cluster.garbage import permanent_objects
 from cluster.parent import exit_with_parent
 from cluster.telemetry import setup_logging
 from engine.node_config import RESTART, node_config, node_parser
@@ -25,7 +26,8 @@ def main() -> int:
         print(f"prefill node: {error}", file=sys.stderr)  # noqa: T201 - before any log is of use
         return 2
     # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
-    from prefill_node.service import serve
+    with permanent_objects():
+        from prefill_node.service import serve
 
     status = asyncio.run(serve(config))
     if status == RESTART:
