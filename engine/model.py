@@ -66,6 +66,14 @@ class LlamaModel:
         """Layout of the KV blocks that this model reads and writes."""
         return self.config.kv_layout(block_size, self.weights.dtype, self.weights.ops.key_order)
 
+    def reserve(self, num_rows: int, num_sample_rows: int) -> None:
+        """Make the buffers for steps of so many rows now, not when the first such step comes."""
+        for buffer in (self._residual, self._hidden, self._qkv, self._attended, self._inner):
+            buffer.rows(num_rows)
+        self._logits.rows(num_sample_rows)
+        if self._device.type != "cpu":
+            self._host_logits.rows(num_sample_rows)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: Tensor) -> Tensor:
         """Compute the batch, write its keys and values into ``pool``, return logits when all of that is done.

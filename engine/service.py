@@ -197,7 +197,9 @@ def _load_engine(config: NodeConfig) -> _Engine:
     max_model_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     num_blocks = config.kv_blocks or max(1, config.kv_memory_bytes // layout.block_bytes)
     cache = kv_cache(layout, num_blocks, ops.device)
-    runner = ModelRunner(LlamaModel(model_config, weights), cache)
+    model = LlamaModel(model_config, weights)
+    model.reserve(max(config.max_batch_tokens, config.max_num_seqs), config.max_num_seqs)
+    runner = ModelRunner(model, cache)
     log.info(
         "%s loaded in %.1f s on the %s backend (%s) as %s; %.0f MB resident, %.0f MB at most",
         files.served_name,

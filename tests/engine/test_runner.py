@@ -120,3 +120,19 @@ def test_shared_prefix_blocks_serve_both_sharers(runner: ModelRunner) -> None:
 def test_warm_up_leaves_the_pool_clear(runner: ModelRunner, num_tokens: int) -> None:
     assert runner.warm_up(num_tokens) > 0
     assert not runner.cache.as_bytes().any()
+
+
+def test_steps_within_what_is_reserved_make_no_buffer(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.model.reserve(100, 80)
+    made: list[tuple[object, ...]] = []
+    real = torch.empty
+
+    def empty(*size: int, **options: object) -> torch.Tensor:
+        made.append(size)
+        return real(*size, **options)
+
+    monkeypatch.setattr("engine.model.torch.empty", empty)
+    runner.execute(StepPlan(tuple(chunk(str(i), [1], [i % 20]) for i in range(70))))
+    assert made == []
+    runner.execute(StepPlan(tuple(chunk(str(i), [1], [i % 20]) for i in range(130))))
+    assert made
