@@ -54,6 +54,16 @@ def serves_with_two_nodes_of_each_kind(stack: Stack) -> None:
         expect(found == ["running"] * NODES_OF_A_KIND, f"{kind}: {found}")
 
 
+def nodes_compute_with_the_kernels_of_their_image(stack: Stack) -> None:
+    done = _python(stack, NODE_IMAGE, "from kernels.cpu.prebuilt import find_prebuilt; print(find_prebuilt())")
+    expect(".so" in done.stdout, f"no built kernels for this CPU in the image: {printed(done)}")
+    for kind in _NODE_KINDS:
+        for container in stack.containers(kind):
+            said = printed(stack.docker("logs", container["Id"]))
+            expect("on the native backend" in said, f"{container['Name']}: {said[:600]}")
+            expect("building the CPU kernels" not in said, f"{container['Name']} built its own: {said[:600]}")
+
+
 def chat_completion(stack: Stack) -> None:
     body = {"model": MODEL, "messages": _QUESTION, "max_tokens": 24, "temperature": 0}
     answer = _post(stack, "/v1/chat/completions", body)
@@ -227,6 +237,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     nothing_runs_as_root,
     refuses_to_start_without_settings,
     serves_with_two_nodes_of_each_kind,
+    nodes_compute_with_the_kernels_of_their_image,
     chat_completion,
     completion_is_repeatable,
     every_node_works_and_kv_crosses_over_ucx,
