@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from cluster.config import ConfigError
+from cluster.config import ENV_API_KEY, ConfigError, api_key
 
 if TYPE_CHECKING:
     from cli.model import Subparsers
@@ -27,7 +27,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a running deployment",
-        description="A conversation in the terminal. " + HELP,
+        description=f"A conversation in the terminal. {HELP} An API key comes from ${ENV_API_KEY}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="base URL that `baton up` printed")
@@ -41,7 +41,7 @@ def add_parser(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read lines from stdin, stream answers to stdout."""
     console = Console(highlight=False)
-    with _client(args.url) as client:
+    with _client(args.url, api_key()) as client:
         model = args.model or _first_model(client)
         start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
         messages = list(start)
@@ -68,9 +68,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _client(url: str) -> httpx.Client:
+def _client(url: str, key: bytes | None) -> httpx.Client:
+    headers = {} if key is None else {b"authorization": b"Bearer " + key}
+    timeout = httpx.Timeout(60, connect=5)
     try:
-        return httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(60, connect=5), trust_env=False)
+        return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False)
     except httpx.InvalidURL as error:
         raise ConfigError(f"--url is not a URL: {error}") from error
 

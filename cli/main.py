@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from cli import bench, chat, model, up
+from cli import bench, chat, keys, model, up
 from cluster.config import ConfigError
 
 EPILOG = """examples:
@@ -13,6 +13,7 @@ EPILOG = """examples:
   baton up                           one prefill node, one decode node, a router, a private Redis
   baton up --prefill 2 --decode 2    two of each
   baton chat                         talk to what `baton up` serves
+  baton keys new team-a              make an API key for `baton up --api-keys FILE`
   baton bench engine                 how near this machine's limits a step comes
 """
 
@@ -26,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (up, chat, model, bench):
+    for command in (up, chat, model, keys, bench):
         command.add_parser(commands)
     return parser
 

@@ -87,9 +87,10 @@ class Startup:
         finally:
             await membership.close()
 
-    async def wait_for_request(self, base_url: str, model: str) -> None:
+    async def wait_for_request(self, base_url: str, model: str, api_key: str | None) -> None:
         """Until one request has gone through both pools."""
-        async with httpx.AsyncClient(base_url=base_url, timeout=10, trust_env=False) as client:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=10, trust_env=False) as client:
 
             async def ready() -> bool:
                 with suppress(httpx.HTTPError):

@@ -23,7 +23,8 @@ from cli.children import Child, Children
 from cli.cores import share_cores
 from cli.model import pull_demo_model
 from cli.startup import Startup
-from cluster.config import ENV_REDIS_URL, ENV_SECRET, ConfigError, shared_secret, url_host
+from cluster.api_keys import new_key
+from cluster.config import ENV_API_KEY, ENV_REDIS_URL, ENV_SECRET, ConfigError, api_key, shared_secret, url_host
 from cluster.model_store import DEMO_MODEL, ModelFiles, ModelFilesError, resolve_model
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode nodes")
     parser.add_argument("--host", default="127.0.0.1", help="interface of the HTTP endpoint")
     parser.add_argument("--port", type=int, default=8000, help="port of the HTTP endpoint; 0: any free one")
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="who may ask; see `baton keys new --help`")
+    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="a site that may call us")
+    parser.add_argument("--admin-port", type=int, metavar="PORT", help="operator's port of the router; 0: any free one")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="router processes")
     parser.add_argument("--redis", metavar="URL", help="use this Redis instead of starting a private one")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where the processes log (default: a new one)")
     parser.add_argument("--state-file", type=Path, metavar="FILE", help="write URLs and process ids there when ready")
@@ -140,14 +145,24 @@ class _Deployment:
             redis_url: str = self._args.redis or await self._start_redis()
             secret = shared_secret()
             env = {ENV_REDIS_URL: redis_url, ENV_SECRET: os.fsdecode(secret) if secret else secrets.token_hex(32)}
+            key = self._own_key()
+            router_env = {**env, ENV_API_KEY: key} if key else env
             await startup.wait_for_redis(redis_url)
             for name, command in commands:
-                stage = _ROUTER_STAGE if name == "router" else _NODE_STAGE
-                await self._children.start(name, command, env=env, stage=stage)
+                if name == "router":
+                    await self._children.start(name, command, env=router_env, stage=_ROUTER_STAGE)
+                else:
+                    await self._children.start(name, command, env=env, stage=_NODE_STAGE)
             await startup.wait_for_nodes(redis_url, {name for name, _command in commands} - {"router"})
-            await startup.wait_for_request(self._url(), model.served_name)
+            await startup.wait_for_request(self._url(), model.served_name, key)
         self._console.print(f"ready in {startup.elapsed_s:.1f} s; logs are in {self._log_dir}")
         return redis_url
+
+    def _own_key(self) -> str | None:
+        """What the first request is sent with: the operator's key, or one that only we and the router know."""
+        if (given := api_key()) is not None:
+            return os.fsdecode(given)
+        return new_key() if self._args.api_keys is not None else None
 
     async def _start_redis(self) -> str:
         server = embedded_redis.prepare(self._log_dir)
@@ -174,6 +189,9 @@ class _Deployment:
             commands.append((name, [*module, "--node-id", name, *shared, *limit, *pin]))
         router = [sys.executable, "-m", "router", "--node-id", "router", "--model", str(model.directory)]
         router += ["--served-model-name", model.served_name, "--host", args.host, "--port", str(self._port), *limit]
+        router += ["--workers", str(args.workers), *(f"--cors-origin={origin}" for origin in args.cors_origin)]
+        router += [] if args.api_keys is None else ["--api-keys", str(args.api_keys.resolve())]
+        router += [] if args.admin_port is None else ["--admin-port", str(args.admin_port)]
         commands.append(("router", router))
         return commands
 
@@ -192,7 +210,7 @@ class _Deployment:
             _write_private(self._args.state_file, State(self._url(), redis_url, str(self._log_dir), pids))
         print(self._url())
         print(
-            f"curl {self._url()}/v1/chat/completions -H 'Content-Type: application/json' -d "
+            f"curl {self._url()}/v1/chat/completions -H 'Content-Type: application/json' {self._key_header()}-d "
             f'\'{{"model": "{model.served_name}", "messages": [{{"role": "user", "content": '
             '"What is the capital of France?"}], "temperature": 0}\''
         )
@@ -220,6 +238,9 @@ class _Deployment:
         left: list[Child] = [child for child in self._children if child.alive]
         kinds = {child.name.split("-")[0] for child in left}
         return "router" in kinds and (self._args.redis is not None or "redis" in kinds)
+
+    def _key_header(self) -> str:
+        return "-H 'Authorization: Bearer YOUR_KEY' " if self._own_key() else ""
 
 
 def _find_model(name: str) -> ModelFiles:

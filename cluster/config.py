@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 ENV_REDIS_URL = "BATON_REDIS_URL"
 ENV_SECRET = "BATON_SECRET"  # noqa: S105 - the name of a variable, not a secret
+ENV_API_KEY = "BATON_API_KEY"
 ENV_CACHE = "BATON_CACHE"
 ENV_CXX = "CXX"
 ENV_LOG_LEVEL = "BATON_LOG_LEVEL"
@@ -82,6 +83,12 @@ def shared_secret() -> bytes | None:
             f"${ENV_SECRET} must have at least {MIN_SECRET_BYTES} characters, e.g. from: openssl rand -hex 32"
         )
     return secret
+
+
+def api_key() -> bytes | None:
+    """``$BATON_API_KEY``, or None if it is not set."""
+    raw = os.environ.get(ENV_API_KEY)
+    return os.fsencode(raw) if raw else None
 
 
 def parent_pid() -> int | None:

@@ -43,6 +43,14 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class AuthenticationError(BatonError):
+    """No API key, or none of ours."""
+
+    code = "invalid_api_key"
+    status = 401
+    kind = "invalid_request_error"
+
+
 class NotFoundError(BatonError):
     """Unknown path."""
 
@@ -85,6 +93,15 @@ class OverloadedError(BatonError):
     """The queue is full, or no decode node had room before the queue's time limit."""
 
     code = "queue_full"
+    status = 429
+    kind = "rate_limit_error"
+    retryable = True
+
+
+class RateLimitError(BatonError):
+    """The holder of an API key asks more often, or more at once, than it may."""
+
+    code = "rate_limit_exceeded"
     status = 429
     kind = "rate_limit_error"
     retryable = True

@@ -12,18 +12,21 @@ from typing import Any, Final
 
 import msgspec
 from fastapi import FastAPI
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from cluster.api_keys import KeyRing
 from cluster.errors import BatonError, EngineError, InvalidRequestError, MethodNotAllowedError, NotFoundError
+from router.access import AccessMiddleware, tenant_salt
 from router.answer import Answer
 from router.body import read_body
 from router.generation import Generator
-from router.metrics import Metrics
+from router.limits import KeyLimits
+from router.metrics import METRICS_CONTENT_TYPE, Metrics
 from router.middleware import RECORD_KEY, FrontMiddleware, RequestRecord, error_response
-from router.planning import Plan, Planner
+from router.planning import Plan, Planner, for_tenant
 from router.schemas import decode_chat, decode_completion
 from router.tokenizer import Tokenizer
 
@@ -36,7 +39,8 @@ class FrontSettings:
 
     ``max_model_len`` counts prompt plus output. ``body_timeout_s`` limits the arrival of a whole request body,
     ``send_timeout_s`` the time a client may leave one frame of a stream unread once the socket is full.
-    ``system_fingerprint`` should change with the weights and the engine's version.
+    ``system_fingerprint`` should change with the weights and the engine's version. Pages of ``cors_origins`` may read
+    answers in a browser; none by default.
     """
 
     served_name: str
@@ -46,6 +50,7 @@ class FrontSettings:
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
     system_fingerprint: str | None = None
+    cors_origins: tuple[str, ...] = ()
 
 
 class _Front:
@@ -61,11 +66,11 @@ class _Front:
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
-        return self._answer(await self._planner.completion(decode_completion(body)))
+        return self._answer(request, await self._planner.completion(decode_completion(body)))
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request)
-        return self._answer(await self._planner.chat(decode_chat(body)))
+        return self._answer(request, await self._planner.chat(decode_chat(body)))
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -84,7 +89,7 @@ class _Front:
         return _json({"ready": False, "reason": readiness.reason}, status=503, headers={"retry-after": _READY_RETRY_S})
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Response(self._metrics.text(), headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def version(self) -> Response:
         return _json({"version": self._settings.version})
@@ -93,9 +98,9 @@ class _Front:
         settings = self._settings
         return await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
 
-    def _answer(self, plan: Plan) -> Answer:
+    def _answer(self, request: Request, plan: Plan) -> Answer:
         return Answer(
-            plan,
+            for_tenant(plan, tenant_salt(request.scope)),
             model=self._settings.served_name,
             system_fingerprint=self._settings.system_fingerprint,
             tokenizer=self._tokenizer,
@@ -116,9 +121,27 @@ class _Front:
         }
 
 
-def create_app(settings: FrontSettings, tokenizer: Tokenizer, generator: Generator, metrics: Metrics) -> FastAPI:
-    """Build the application; nothing runs until it is served."""
+def create_app(
+    settings: FrontSettings,
+    tokenizer: Tokenizer,
+    generator: Generator,
+    metrics: Metrics,
+    *,
+    keys: KeyRing | None = None,
+    limits: KeyLimits | None = None,
+) -> FastAPI:
+    """Build the application; nothing runs until it is served. Without ``keys`` everybody may ask."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # The last one added is the first to see a request.
+    app.add_middleware(AccessMiddleware, keys=keys or KeyRing(()), limits=limits or KeyLimits())
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),  # openai's clients send a dozen of x-stainless-*; cookies are never allowed
+            expose_headers=("x-request-id", "retry-after"),
+        )
     app.add_middleware(FrontMiddleware, metrics=metrics)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

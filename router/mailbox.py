@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.channel import Channel, ChannelError
 from cluster.errors import DeadlineError, WorkerLostError
@@ -69,6 +70,23 @@ class Switchboard:
 
     def __len__(self) -> int:
         return len(self._open) + len(self._ending)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Every dispatch that is not over, or whose end some node has not confirmed yet."""
+        running: list[dict[str, Any]] = [
+            {
+                "request": str(key),
+                "state": "open",
+                "prefill": box.placement.prefill.id,
+                "decode": box.placement.decode.id,
+            }
+            for key, box in self._open.items()
+        ]
+        ending = [
+            {"request": str(key), "state": "ending", "waiting_for": sorted(party.id for party in one.waiting_for)}
+            for key, one in self._ending.items()
+        ]
+        return [*running, *ending]
 
     def open(self, key: RequestKey, placement: Placement) -> Mailbox:
         """A mailbox for a new dispatch."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 Endpoint = Literal["completions", "chat", "other"]
 # ok: answered in full. invalid: the request's fault. overloaded: 429. unavailable: 503 or 504. error: our fault.
 # broken: failed after the first byte. cancelled: the client left. slow_client: it stopped reading.

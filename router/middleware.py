@@ -44,6 +44,8 @@ def error_response(error: BatonError) -> Response:
     headers: dict[str, str] = {}
     if error.status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
+    elif error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     elif error.status >= 500 and not error.retryable:
         headers["x-should-retry"] = "false"
     return Response(error_json(error), status_code=error.status, media_type="application/json", headers=headers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
@@ -98,6 +98,17 @@ class Planner:
             stop_token_ids=tuple(dict.fromkeys((*eos_ids, *stop_ids))),
         )
         return Generation(token_ids, sampling, request.cache_salt or "")
+
+
+def for_tenant(plan: Plan, salt: str | None) -> Plan:
+    """The plan with prefix caches of that holder of a key only; unchanged where there are no keys (None)."""
+    if salt is None:
+        return plan
+    # Length first, so that no two pairs of salts make the same text.
+    generations = tuple(
+        replace(generation, cache_salt=f"{len(salt)}:{salt}{generation.cache_salt}") for generation in plan.generations
+    )
+    return replace(plan, generations=generations)
 
 
 def _room(prompt_len: int, wanted: int | None, limit: int, field: str) -> int:

@@ -7,23 +7,28 @@ import logging
 import signal
 import socket
 import time
-from contextlib import AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.applications import Starlette
 
+from cluster.api_keys import KeyRing
 from cluster.channel import Channel, ChannelError
-from cluster.config import ClusterConfig, ConfigError, url_host
+from cluster.config import ClusterConfig, ConfigError, is_loopback, url_host
 from cluster.directory import PrefixFollower
 from cluster.membership import Membership
 from cluster.model_store import read_config, resolve_model
 from cluster.wire import Pong
+from router.admin import RouterView, create_admin_app
 from router.app import FrontSettings, create_app
 from router.cluster_metrics import ClusterMetrics
 from router.directory_index import DirectoryIndex
 from router.dispatch import Dispatcher, DispatchSettings
+from router.limits import KeyLimits
 from router.mailbox import Switchboard
 from router.metrics import Metrics
 from router.placement import Placer
@@ -41,7 +46,11 @@ DRAIN_S = 5
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Everything a router is told."""
+    """Everything a router is told.
+
+    ``admin_port`` None: no operator's port. ``num_workers`` processes divide the keys' limits among them, and listen
+    on one port with ``reuse_port``.
+    """
 
     cluster: ClusterConfig
     model: str
@@ -51,6 +60,12 @@ class RouterConfig:
     port: int
     max_waiting: int
     max_wait_s: float
+    keys: KeyRing
+    cors_origins: tuple[str, ...] = ()
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    num_workers: int = 1
+    reuse_port: bool = False
 
 
 async def serve(config: RouterConfig) -> int:
@@ -71,14 +86,35 @@ async def serve(config: RouterConfig) -> int:
             served_name=config.served_name or files.served_name,
             max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
             version=_version(),
+            cors_origins=config.cors_origins,
         )
         metrics = Metrics()
         metrics.registry.register(ClusterMetrics(plant.registry, plant.line, plant.switchboard))
-        app = create_app(settings, tokenizer, plant.dispatcher, metrics)
-        with _listen(config.host, config.port) as sock:
+        limits = KeyLimits(config.num_workers)
+        app = create_app(settings, tokenizer, plant.dispatcher, metrics, keys=config.keys, limits=limits)
+        if config.admin_port is not None:
+            view = RouterView(plant.registry, plant.line, plant.switchboard, limits, config.cluster.node_id)
+            admin = create_admin_app(view, plant.dispatcher, metrics)
+            await stack.enter_async_context(_serving_admin(admin, config.admin_host, config.admin_port))
+        with bind(config.host, config.port, reuse_port=config.reuse_port) as sock:
             log.info("listening on http://%s:%d", url_host(config.host), sock.getsockname()[1])
+            if not config.keys and not is_loopback(config.host):
+                log.warning("other machines can reach %s and no API keys are set: anybody may ask", config.host)
             await _run(app, sock, plant)
     return 0
+
+
+@asynccontextmanager
+async def _serving_admin(app: Starlette, host: str, port: int) -> AsyncIterator[None]:
+    with bind(host, port) as sock:
+        log.info("operator's port: http://%s:%d", url_host(host), sock.getsockname()[1])
+        server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", log_config=None))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving
 
 
 class _Plant:
@@ -166,17 +202,20 @@ async def _run(app: FastAPI, sock: socket.socket, plant: _Plant) -> None:
         raise ConfigError("the router lost touch with the cluster and cannot go on")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A socket for uvicorn to listen on. Raises :class:`ConfigError` if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio turns Nagle's algorithm off for what is accepted here; with it on, tokens wait
     # up to 40 ms for the client's acknowledgement of the last one.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0") from error
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0") from error
     return sock
 
 

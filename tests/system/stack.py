@@ -21,7 +21,7 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.config import ENV_REDIS_URL, ENV_SECRET
+from cluster.config import ENV_API_KEY, ENV_REDIS_URL, ENV_SECRET
 from cluster.membership import Membership, NodeRecord
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,10 +54,11 @@ class Stack:
     pids: dict[str, int]
     launcher: subprocess.Popen[bytes]
     extra: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def client(self, timeout: float = 120) -> httpx.Client:
         """A client of the router; close it before sockets are counted."""
-        return httpx.Client(base_url=self.base_url, timeout=timeout, trust_env=False)
+        return httpx.Client(base_url=self.base_url, headers=self.headers, timeout=timeout, trust_env=False)
 
     def complete(self, prompt: list[int] | str, max_tokens: int, **more: Any) -> dict[str, Any]:
         """One greedy completion; the answer's JSON."""
@@ -82,7 +83,7 @@ class Stack:
 
     def metrics(self, url: str) -> Metrics:
         """All samples of a process by name (and labels, if any)."""
-        text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+        text = httpx.get(f"{url}/metrics", headers=self.headers, timeout=10, trust_env=False).raise_for_status().text
         found: Metrics = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -175,9 +176,11 @@ class Stack:
 
 @contextmanager
 def running_stack(
-    model_dir: Path, *, prefill: int = 1, decode: int = 1, options: tuple[str, ...] = ()
+    model_dir: Path, *, prefill: int = 1, decode: int = 1, options: tuple[str, ...] = (), api_key: str | None = None
 ) -> Iterator[Stack]:
     """`baton up` on a free port, ready with all its nodes; stopped at the end, whatever happens."""
+    own = {} if api_key is None else {ENV_API_KEY: api_key}
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     with tempfile.TemporaryDirectory(prefix="baton-test-") as folder:
         state_file, secret = Path(folder) / "state.json", secrets.token_hex(16)
         command = [
@@ -186,13 +189,15 @@ def running_stack(
             *("--log-dir", folder, "--state-file", str(state_file), *options),
         ]
         launcher = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, ENV_SECRET: secret}, stdout=subprocess.DEVNULL
+            command, cwd=ROOT, env={**os.environ, **own, ENV_SECRET: secret}, stdout=subprocess.DEVNULL
         )
         try:
             wait_for("baton up", lambda: state_file.exists() or launcher.poll() is not None, START_S)
             assert launcher.poll() is None, "baton up ended while starting"
             state = msgspec.json.decode(state_file.read_bytes())
-            stack = Stack(state["base_url"], state["redis_url"], secret, Path(folder), state["pids"], launcher)
+            stack = Stack(
+                state["base_url"], state["redis_url"], secret, Path(folder), state["pids"], launcher, {}, headers
+            )
             for role, count in (("prefill", prefill), ("decode", decode)):
                 wait_for(f"{count} {role} nodes", lambda r=role, n=count: stack.alive_nodes(r) == n)  # type: ignore[misc]
             try:
