@@ -71,7 +71,7 @@ def test_what_goes_wrong_is_said(answer: httpx.Response | Exception, words: str)
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(server: Server, lines: str, *options: str) -> str:
-        monkeypatch.setattr(chat, "_client", lambda _url: server.client())
+        monkeypatch.setattr(chat, "_client", lambda _url, _key: server.client())
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
         assert main(["chat", *options]) == 0
         return capsys.readouterr().out
