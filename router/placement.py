@@ -102,6 +102,16 @@ class Placer:
         known = [size for size in sizes if size is not None]
         return min(known) if len(known) == len(sizes) else None
 
+    def max_answer_tokens(self, prompt_len: int, num_choices: int) -> int | None:
+        """Largest output of each of ``num_choices`` answers to a prompt that the roomiest decode node can hold."""
+        sizes = []
+        for node in self._registry.nodes("decode"):
+            block_size, num_full = node.record.block_size, prompt_len // node.record.block_size
+            own_tokens = (node.record.num_blocks - num_full) // num_choices * block_size
+            # The KV of the last token is never stored.
+            sizes.append(min(num_full * block_size + own_tokens + 1, _capacity(node)) - prompt_len)
+        return max(sizes, default=None)
+
     def _book(self, placement: Placement, demand: Demand) -> Booking:
         booking = Booking(placement, demand.prompt_len)
         if (prefill := self._registry.get(placement.prefill)) is not None:
