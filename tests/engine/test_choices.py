@@ -76,13 +76,18 @@ def generate(runner: ModelRunner, prompt: list[int], sampling: SamplingParams) -
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("prompt_len", [3, 4, 5, 15, 16, 17])
-def test_choice_j_of_four_is_choice_j_alone(runner: ModelRunner, prompt_len: int, options: dict[str, Any]) -> None:
+def test_choice_j_of_four_is_choice_j_alone(
+    runner: ModelRunner, ops: Backend, prompt_len: int, options: dict[str, Any]
+) -> None:
     prompt = [(i * i + 3) % 20 for i in range(prompt_len)]
     sampling = SamplingParams(max_tokens=9, num_choices=4, **options)
     together = generate(runner, prompt, sampling)
     for alone in sampling.choices():
         runner.cache.pool.zero_()
-        assert generate(runner, prompt, alone) == {alone.choice: together[alone.choice]}
+        (tokens,) = generate(runner, prompt, alone).values()
+        assert [token.token_id for token in tokens] == [token.token_id for token in together[alone.choice]]
+        if ops.name == "native":  # the others do not promise bits, whatever the batch
+            assert tokens == together[alone.choice]
     different = {tuple(token.token_id for token in tokens) for tokens in together.values()}
     assert (len(different) == 1) == sampling.greedy
 

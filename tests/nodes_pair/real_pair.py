@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count, zip_longest
 from pathlib import Path
@@ -28,6 +28,7 @@ from engine.model_config import ModelConfig
 from engine.node import NodeLoop
 from engine.runner import ModelRunner
 from engine.weights import load_weights
+from kernels.backend import Backend
 from kernels.reference import Reference
 from kvtransfer.select import open_plane
 from kvtransfer.ticket import new_ticket_id
@@ -171,20 +172,22 @@ class RealPair:
                 return answers
 
 
-def tiny_model(directory: Path) -> LlamaModel:
+def tiny_model(directory: Path, ops: Backend | None = None) -> LlamaModel:
     (directory / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors(), directory / "model.safetensors")
     config = ModelConfig.from_directory(directory)
-    return LlamaModel(config, load_weights(directory, config, Reference()))
+    return LlamaModel(config, load_weights(directory, config, ops or Reference()))
 
 
 @asynccontextmanager
-async def real_pair(directory: Path, scheme: str, digest: str = "sampled") -> AsyncIterator[RealPair]:
+async def real_pair(
+    directory: Path, scheme: str, digest: str = "sampled", backend: Callable[[], Backend] = Reference
+) -> AsyncIterator[RealPair]:
     """Both nodes run; afterwards they hold nothing."""
     torch.set_num_threads(1)
-    hub, model = Hub(), tiny_model(directory)
-    prefill = RealNode(model, hub.open("P"), scheme, digest, "prefill")
-    decode = RealNode(tiny_model(directory), hub.open("D"), scheme, digest, "decode")
+    hub = Hub()
+    prefill = RealNode(tiny_model(directory, backend()), hub.open("P"), scheme, digest, "prefill")
+    decode = RealNode(tiny_model(directory, backend()), hub.open("D"), scheme, digest, "decode")
     pair = RealPair(hub, prefill, decode)
     try:
         tasks = [asyncio.create_task(work()) for work in (prefill.run, decode.run, pair.listen)]

@@ -20,6 +20,8 @@ from engine.history import TokenHistory
 from engine.kv_cache import KVCache
 from engine.runner import ModelRunner
 from engine.step import SequenceChunk, StepPlan
+from kernels.backend import Backend
+from tests import backends
 
 LENGTHS = [1, 3, 4, 5, 15, 16, 17, 31, 32, 33]
 OPTIONS: list[dict[str, Any]] = [
@@ -32,6 +34,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 8, "max_tokens": 1, "num_logprobs": 1},
     {"temperature": 1.0, "seed": 8, "max_tokens": 2},
 ]
+
+
+def native() -> Backend:
+    """The kernels whose bits do not depend on chunks and batches."""
+    return backends.make("native")
 
 
 def prompt_of(length: int) -> list[int]:
@@ -55,8 +62,8 @@ def alone(runner: ModelRunner, prompt: list[int], sampling: SamplingParams) -> A
 
 @pytest.mark.parametrize("scheme", ["tcp", "ucx"])
 async def test_every_choice_is_what_one_engine_gives_for_it_alone(scheme: str, tmp_path: Path) -> None:
-    async with real_pair(tmp_path, scheme) as pair:
-        model = tiny_model(tmp_path)
+    async with real_pair(tmp_path, scheme, backend=native) as pair:
+        model = tiny_model(tmp_path, native())
         runner = ModelRunner(model, KVCache(model.kv_layout(BLOCK_SIZE), 20))
         for number, length in enumerate(LENGTHS):
             for options in OPTIONS[number % 2 :: 2]:
@@ -66,7 +73,7 @@ async def test_every_choice_is_what_one_engine_gives_for_it_alone(scheme: str, t
 
 
 async def test_choice_j_of_four_is_choice_j_asked_for_alone(tmp_path: Path) -> None:
-    async with real_pair(tmp_path, "tcp") as pair:
+    async with real_pair(tmp_path, "tcp", backend=native) as pair:
         sampling = SamplingParams(max_tokens=9, num_choices=4, temperature=1.0, seed=6, num_logprobs=2)
         together = await pair.ask_choices(prompt_of(17), sampling)
         assert not isinstance(together, Failed)
@@ -76,7 +83,7 @@ async def test_choice_j_of_four_is_choice_j_asked_for_alone(tmp_path: Path) -> N
 
 
 async def test_batch_mates_do_not_show(tmp_path: Path) -> None:
-    async with real_pair(tmp_path, "tcp") as pair:
+    async with real_pair(tmp_path, "tcp", backend=native) as pair:
         sampling = SamplingParams(max_tokens=12, num_choices=3, temperature=1.0, seed=6)
         quiet = await pair.ask_choices(prompt_of(10), sampling)
         others = [pair.ask_choices(prompt_of(n), SamplingParams(max_tokens=20, num_choices=2)) for n in (7, 12)]
@@ -86,7 +93,7 @@ async def test_batch_mates_do_not_show(tmp_path: Path) -> None:
 
 async def test_what_a_choice_generated_is_found_again(tmp_path: Path) -> None:
     """The longest answer's blocks are a prefix of the next turn."""
-    async with real_pair(tmp_path, "tcp") as pair:
+    async with real_pair(tmp_path, "tcp", backend=native) as pair:
         sampling = SamplingParams(max_tokens=11, num_choices=2, temperature=1.0, seed=1)
         answers = await _answers(pair, prompt_of(6), sampling)
         await pair.at_rest()
