@@ -112,13 +112,11 @@ def test_leaving_frees_all_choices(stack: Stack, nothing_left: Check) -> None:
     with nothing_left(stack):
         with httpx.Client(base_url=stack.base_url, timeout=120, trust_env=False) as http:
             with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                next(response.iter_lines())
+                lines = response.iter_lines()  # dropping it would be leaving
+                next(lines)
                 wait_for("eight choices run", lambda: stack.total("decode", "baton_requests_running") == 8)
-                held = httpx.get(f"{next(iter(_decodes(stack)))}/debug/kv", trust_env=False).json()
+                (decode,) = [r.http_address for r in stack.records().values() if r.role == "decode"]
+                held = httpx.get(f"{decode}/debug/kv", trust_env=False).json()
         owners = [block["owners"] for block in held["blocks"]]
         assert max(map(len, owners)) == 8, "the prompt's full blocks belong to all"
         assert held["orphaned"] == []
-
-
-def _decodes(stack: Stack) -> list[str]:
-    return [record.http_address for record in stack.records().values() if record.role == "decode"]
