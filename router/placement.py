@@ -78,7 +78,7 @@ class Placer:
         self.prefilled(booking)
         self._end_probe(booking)
         if (decode := self._registry.get(booking.placement.decode)) is not None:
-            decode.own_requests -= 1
+            decode.own_requests -= booking.num_choices
             if booking.is_granted and decode.refused_until_s:
                 decode.refused_until_s = min(decode.refused_until_s, time.monotonic())  # there may be room now
 
@@ -113,11 +113,11 @@ class Placer:
         return max(sizes, default=None)
 
     def _book(self, placement: Placement, demand: Demand) -> Booking:
-        booking = Booking(placement, demand.prompt_len)
+        booking = Booking(placement, demand.prompt_len, demand.num_choices)
         if (prefill := self._registry.get(placement.prefill)) is not None:
             prefill.own_tokens += demand.prompt_len
         if (decode := self._registry.get(placement.decode)) is not None:
-            decode.own_requests += 1
+            decode.own_requests += demand.num_choices
             booking.is_probe = decode.probing = decode.refused_until_s > 0
         return booking
 

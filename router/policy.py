@@ -16,7 +16,7 @@ MAX_WAITING_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` those it holds;
+    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` the sequences it holds;
     ``capacity_tokens`` is the longest request it can ever hold.
     """
 
@@ -64,12 +64,14 @@ class Placement:
 class Booking:
     """A placement with what this router has put down to its nodes' accounts; given back exactly once.
 
+    ``num_choices`` sequences will be decoded.
     ``is_probe`` marks the one request that may ask a decode node again after it refused: until the answer is here
     nobody overtakes it there. ``is_granted`` once the decode node holds it.
     """
 
     placement: Placement
     prompt_tokens: int
+    num_choices: int = 1
     is_probe: bool = False
     is_granted: bool = False
     open: bool = True
