@@ -19,6 +19,9 @@ RepetitionPenalty = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
+MAX_CHOICES: Final = 128
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+
 MAX_LOGPROBS: Final = 20
 LOGPROB_FLOOR: Final = -9999.0
 Logprob = Annotated[float, Meta(ge=LOGPROB_FLOOR, le=0.0)]
@@ -38,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose tokens, checked by the router before it is built. Every default is neutral and takes no bytes.
 
     ``max_tokens`` counts generated tokens including token 0. ``seed`` is always set: the router draws one for an
-    unseeded request, so that a failover draws the same noise; ``choice`` tells the answers to one prompt apart.
+    unseeded request, so that a failover draws the same noise. ``choice`` tells the answers to one prompt apart:
+    ``num_choices`` of them are asked for at once, ``choice`` and those after it (:meth:`choices`).
     ``stop_token_ids`` already holds the model's EOS ids unless the client asked to ignore them; stop strings are the
     router's business. Token ids outside the model's vocabulary are no tokens: options that name them do nothing.
 
@@ -64,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: Probability = 0.0
     seed: int = 0
     choice: Count = 0
+    num_choices: NumChoices = 1
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: Count = 0
     repetition_penalty: RepetitionPenalty = 1.0
@@ -73,6 +78,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[TokenId, ...] | None = None
     banned_token_ids: tuple[TokenId, ...] = ()
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def choices(self) -> tuple[SamplingParams, ...]:
+        """One for each choice, in order, as if it had been asked for alone."""
+        if self.num_choices == 1:
+            return (self,)
+        numbers = range(self.choice, self.choice + self.num_choices)
+        return tuple(msgspec.structs.replace(self, choice=number, num_choices=1) for number in numbers)
 
     @property
     def greedy(self) -> bool:

@@ -5,7 +5,8 @@ A frame is one version byte followed by a msgpack-encoded :class:`Envelope`. Fra
 and are counted and dropped by the channel; nothing else in the program parses bytes from a socket.
 
 The messages follow ``docs/states.md``: Reserve -> Granted | Refused, Submit -> Token0, blocks over
-``kvtransfer``, Commit -> Acknowledged, Tokens until the finish, Cancel -> Cancelled at any time.
+``kvtransfer``, Commit -> Acknowledged, Tokens until the finish, Cancel -> Cancelled at any time. A request for several
+choices is one dispatch; its tokens say which choice they belong to (``SamplingParams.choice`` and those after it).
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ import msgspec
 from msgspec import Meta
 
 from cluster.prefix_hash import HASH_BYTES
-from cluster.request import Count, FinishReason, RequestKey, SamplingParams, TokenId, TokenLogprobs
+from cluster.request import (
+    MAX_CHOICES,
+    Count,
+    FinishReason,
+    RequestKey,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+)
 
-WIRE_VERSION: Final = 2
+WIRE_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 8 << 20
 
 # Checked when a message is decoded, so that no node ever computes with a number or a name it cannot hold.
@@ -104,16 +113,23 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     num_emitted: Count = 0
 
 
-class Token0(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """P -> router: the first token, sent before the transfer is complete. ``logprobs`` if they were asked for."""
+class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Token 0 of one choice. ``logprobs`` if they were asked for."""
 
-    key: RequestKey
+    choice: Count
     token_id: TokenId
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+class Token0(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """P -> router: the first token of every choice, in order, sent before the transfer is complete."""
+
+    key: RequestKey
+    choices: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
     cached_tokens: Count
     queue_s: Seconds
     prefill_s: Seconds
-    logprobs: TokenLogprobs | None = None
 
 
 class PenaltyCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -125,16 +141,24 @@ class PenaltyCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     output_counts: tuple[tuple[TokenId, Count], ...]
 
 
+class StartedChoice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A choice that goes on after its token 0."""
+
+    choice: Count
+    token0: TokenId
+
+
 class Capsule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that D needs besides KV blocks to go on exactly where P stopped.
 
-    ``tail_token_ids`` are the prompt's tokens after its last full block: D names the block they complete.
-    ``num_emitted`` counts generated tokens including ``token0``, and so does ``penalty_counts``, which is set if and
-    only if a penalty is on.
+    ``choices`` are those that did not end with token 0, in order. ``num_emitted`` counts generated tokens including
+    it. ``tail_token_ids`` are the prompt's tokens after its last full block: D names the block they complete.
+    ``penalty_counts``, set if and only if a penalty is on, tell of the prompt and of what was generated before
+    token 0, which is the choices' own.
     """
 
     prompt_len: Count
-    token0: TokenId
+    choices: Annotated[tuple[StartedChoice, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
     num_emitted: Count
     tail_token_ids: tuple[TokenId, ...]
     sampling: SamplingParams
@@ -155,7 +179,7 @@ class Acknowledged(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class TokenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """New tokens of one request in one decode step; ``index`` counts the tokens generated before them.
+    """New tokens of one choice in one decode step; ``index`` counts its tokens generated before them.
 
     ``logprobs`` has one entry a token if they were asked for, else none.
     """
@@ -165,6 +189,7 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     token_ids: tuple[TokenId, ...]
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: Count = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -178,6 +203,16 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Anyone -> P or D: stop this dispatch and free what it holds. Unknown keys are answered too."""
 
     key: RequestKey
+
+
+class CancelChoice(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Router -> D: this choice has ended there (a stop string); free what only it holds, the others go on.
+
+    Not confirmed: the router cancels the dispatch when its last choice has ended, and that is.
+    """
+
+    key: RequestKey
+    choice: Count
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -241,6 +276,7 @@ Message = (
     | Acknowledged
     | Tokens
     | Cancel
+    | CancelChoice
     | Cancelled
     | Failed
     | PeerDown

@@ -1,6 +1,7 @@
-"""One request's life on the decode node: its states, its blocks, what has arrived and what was generated.
+"""One request's life on the decode node: its states, its blocks, what has arrived and who goes on from it.
 
-Ownership: the intake owns ``block_table`` under its key's name. Blocks that may still receive bytes go to quarantine
+Ownership: the intake owns ``block_table`` under its key's name until its first step; then its ``branches`` do, one for
+each choice (:mod:`decode_node.branch`). Blocks that may still receive bytes go to quarantine
 when the request ends early, and are freed only when the transport says that nothing can land any more.
 ``num_missing`` blocks have to be sent: the end of the prompt's blocks, those that were not found here.
 ``growth_left`` blocks are promised to it but not yet taken; the sum of promises never exceeds the free blocks, so a
@@ -12,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.prefix_hash import child_hash
 from cluster.request import RequestKey, SamplingParams
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, Commit, Party
+from cluster.wire import Capsule, Commit, Party, StartedChoice
+from decode_node.branch import BRANCH, Branch
+from engine.audit import Held
 from engine.history import TokenHistory
-from engine.step import SequenceChunk
 
 
 class IntakeState(Enum):
@@ -57,7 +58,11 @@ DECODING = (IntakeState.RUNNABLE, IntakeState.RUNNING)
 
 @dataclass(slots=True)
 class Intake:
-    """A request on the decode node. Mutable, changed only by :class:`decode_node.scheduler.DecodeState`."""
+    """A request on the decode node. Mutable, changed only by :class:`decode_node.scheduler.DecodeState`.
+
+    ``choices`` are those still wanted that are no branches yet; ``num_freed`` counts blocks that its branches gave
+    back, ``num_generated`` the tokens they generated.
+    """
 
     key: RequestKey
     router: Party
@@ -73,17 +78,14 @@ class Intake:
     growth_left: int
     deadline_s: float
     life: Life[IntakeState]
+    choices: list[int]
     arrived: set[int] = field(default_factory=set)
     capsule: Capsule | None = None
+    branches: list[Branch] = field(default_factory=list)
+    num_freed: int = 0
     num_generated: int = 0
-    last_token: int = 0
-    context_len: int = 0
-    parent_name: bytes = b""
-    tail: list[int] = field(default_factory=list)
-    in_step: bool = False
     quarantined: list[int] = field(default_factory=list)
     askers: list[Party] = field(default_factory=list)
-    history: TokenHistory | None = None
 
     @property
     def owner(self) -> str:
@@ -105,6 +107,21 @@ class Intake:
         """True once every missing block has arrived exactly once."""
         return len(self.arrived) == self.num_missing
 
+    @property
+    def num_live(self) -> int:
+        """Choices that are wanted and have not ended."""
+        return len(self.choices) + sum(branch.generating for branch in self.branches)
+
+    @property
+    def in_step(self) -> bool:
+        """True while a step that writes blocks of this request is being executed."""
+        return any(branch.in_step for branch in self.branches)
+
+    def holdings(self) -> dict[str, Held]:
+        """All its blocks by the names of their owners: its own, and those of its branches."""
+        held = {self.owner: Held(self.block_table, self.quarantined)}
+        return held | {branch.owner: Held(branch.block_table) for branch in self.branches}
+
     def mismatch(self, sender: Party, commit: Commit, block_size: int) -> str | None:
         """Why ``commit`` cannot be for what was reserved here, or None."""
         capsule = commit.capsule
@@ -118,53 +135,62 @@ class Intake:
             return "the commit is for a request that has ended"
         if (capsule.penalty_counts is not None) != self.sampling.penalised:
             return "the commit and the request disagree about penalties"
+        started = [each.choice for each in capsule.choices]
+        asked = range(self.sampling.choice, self.sampling.choice + self.sampling.num_choices)
+        if not started or started != sorted(set(started)) or started[0] not in asked or started[-1] not in asked:
+            return "the commit starts choices that were not asked for"
         return None
 
     def start(self, capsule: Capsule) -> None:
-        """Set up decoding from token 0."""
+        """Token 0 is known. Choices that it ended are not wanted any more."""
         self.capsule = capsule
-        self.num_generated = capsule.num_emitted
-        self.last_token = capsule.token0
-        self.context_len = self.prompt_len
-        self.parent_name = self.block_names[-1] if self.block_names else self.seed_name
-        self.tail = list(capsule.tail_token_ids)
-        self.history = TokenHistory.of_counts(capsule.penalty_counts)
+        started = {each.choice for each in capsule.choices}
+        self.choices = [choice for choice in self.choices if choice in started]
 
-    def next_chunk(self) -> SequenceChunk:
-        """The next decode step: store ``last_token``, choose the token after it."""
-        return SequenceChunk(
+    def branch_out(self, growth: int, now: float) -> list[Branch]:
+        """A branch for each choice, with ``growth`` blocks promised to each; their blocks are the table's to give."""
+        if self.capsule is None:
+            raise RuntimeError(f"{self.key} cannot branch out before its capsule is here")
+        wanted, self.choices = set(self.choices), []
+        of_choice = {sampling.choice: sampling for sampling in self.sampling.choices()}
+        self.branches = [
+            self._branch(self.capsule, started, of_choice[started.choice], growth, now)
+            for started in self.capsule.choices
+            if started.choice in wanted
+        ]
+        return self.branches
+
+    def _branch(
+        self, capsule: Capsule, started: StartedChoice, sampling: SamplingParams, growth: int, now: float
+    ) -> Branch:
+        history = TokenHistory.of_counts(capsule.penalty_counts)
+        if history is not None:
+            history.append(started.token0)
+        return Branch(
             key=self.key,
-            token_ids=(self.last_token,),
-            start=self.context_len,
-            block_table=self.block_table,
-            sampling=self.sampling,
-            position=self.context_len + 1,
-            num_generated=self.num_generated,
-            history=self.history,
+            owner=self.owner if self.sampling.num_choices == 1 else f"{self.owner}/{started.choice}",
+            sampling=sampling,
+            block_table=[],
+            growth_left=growth,
+            num_generated=capsule.num_emitted,
+            last_token=started.token0,
+            context_len=self.prompt_len,
+            parent_name=self.block_names[-1] if self.block_names else self.seed_name,
+            life=Life(BRANCH, now),
+            tail=list(capsule.tail_token_ids),
+            history=history,
         )
-
-    def append(self, token_id: int, block_size: int) -> tuple[int, bytes] | None:
-        """A step stored ``last_token`` and chose ``token_id``. Returns (block, its name) if it filled a block."""
-        self.tail.append(self.last_token)
-        self.context_len += 1
-        self.num_generated += 1
-        self.last_token = token_id
-        if self.history is not None:
-            self.history.append(token_id)
-        if self.context_len % block_size:
-            return None
-        self.parent_name = child_hash(self.parent_name, self.tail)
-        self.tail = []
-        return self.block_table[self.context_len // block_size - 1], self.parent_name
 
     def report(self) -> dict[str, str | int | float]:
         """One row of ``/debug/kv``."""
+        blocks = {block_id for held in self.holdings().values() for block_id in (*held.owned, *held.quarantined)}
         return {
             "key": str(self.key),
             "state": self.state.value,
             "entered_s": self.life.entered_s,
             "deadline_s": self.deadline_s,
-            "blocks": len(self.block_table) + len(self.quarantined),
+            "blocks": len(blocks),
+            "choices": self.num_live,
             "arrived": len(self.arrived),
             "missing": self.num_missing,
             "router": self.router.id,

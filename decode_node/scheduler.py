@@ -1,7 +1,7 @@
-"""The decode node's decisions: grants, coverage of arriving blocks, the running batch, endings. Pure.
+"""The decode node's decisions: grants, coverage of arriving blocks, when a request may run, endings. Pure.
 
-Continuous batching: every step holds one token of each running request; requests join when all their blocks have
-arrived and the capsule is here, and leave at the step that ends them.
+Continuous batching (:mod:`decode_node.batch`): requests join when all their blocks have arrived and the capsule is
+here, and leave when their last choice has ended.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable
 
 from cluster.errors import BatonError, DeadlineError, EngineError, NodeStateError, TransferError, WorkerLostError
-from cluster.request import RequestKey, finish_reason
+from cluster.request import RequestKey
 from cluster.wire import (
     Acknowledged,
     Cancel,
+    CancelChoice,
     Cancelled,
     Commit,
     Failed,
@@ -26,9 +27,9 @@ from cluster.wire import (
     Refused,
     Reserve,
     Ticket,
-    TokenItem,
     Tokens,
 )
+from decode_node.batch import Batch
 from decode_node.intake import ARRIVING, DECODING, Intake, IntakeState
 from decode_node.reservation import DecodeSettings, NoRoom
 from decode_node.table import IntakeTable
@@ -46,7 +47,7 @@ from engine.instructions import (
     Withdraw,
 )
 from engine.remembered import RouterWatch
-from engine.step import SampledToken, StepPlan, StepResult
+from engine.step import StepPlan, StepResult
 from kvtransfer.events import BlocksArrived, ReceiveFailed, Withdrawn
 from kvtransfer.ticket import Hello, TransferTicket, encode_ticket
 
@@ -69,7 +70,7 @@ class DecodeState:
         self._hello = hello
         self._table = IntakeTable(pool, settings, new_ticket_id)
         self._routers = RouterWatch()
-        self._planned: list[Intake] = []
+        self._batch = Batch(self._table, settings.block_size)
         self._step = 0
         self._out: list[Instruction] = []
         self._counters: dict[str, float] = {
@@ -98,16 +99,8 @@ class DecodeState:
         return self._take()
 
     def schedule(self, now: float) -> StepPlan | None:
-        """One token of every request that is ready, in order of arrival."""
-        self._planned = self._table.decoding()
-        if not self._planned:
-            return None
-        for intake in self._planned:
-            if intake.state is IntakeState.RUNNABLE:
-                intake.life.move(IntakeState.RUNNING, now)
-            self._table.grow(intake)
-            intake.in_step = True
-        return StepPlan(tuple(intake.next_chunk() for intake in self._planned))
+        """See :class:`engine.instructions.NodeState`."""
+        return self._batch.plan(now)
 
     def tick(self, now: float) -> list[Instruction]:
         """Fail what has not arrived in time, and what belongs to a router that fell silent."""
@@ -121,11 +114,11 @@ class DecodeState:
         return self._take()
 
     def load(self) -> NodeLoad:
-        """``free_blocks`` are those not yet promised to anyone."""
-        running = len(self._table.decoding())
+        """``num_running`` counts choices; ``free_blocks`` are those not yet promised to anyone."""
+        decoding = self._table.decoding()
         return NodeLoad(
-            num_running=running,
-            num_waiting=len(self._table) - running,
+            num_running=sum(intake.num_live for intake in decoding),
+            num_waiting=len(self._table) - len(decoding),
             free_blocks=self._table.pool.num_free - self._table.promised,
             total_blocks=self._table.pool.num_blocks,
         )
@@ -157,6 +150,9 @@ class DecodeState:
                     self._out.append(Send(sender, Cancelled(key, blocks_freed=0, blocks_sent=0)))
                 else:
                     self._cancel(intake, sender, now)
+            case CancelChoice(key, choice):
+                if (intake := self._table.get(key)) is not None and intake.active:
+                    self._drop(intake, choice, now)
             case Cancelled(key, _freed, blocks_sent):
                 self._on_sender_done(key, blocks_sent, now)
             case PeerDown(node_id, epoch):
@@ -206,8 +202,10 @@ class DecodeState:
         if (mismatch := intake.mismatch(sender, commit, self._settings.block_size)) is not None:
             self._fail(intake, TransferError(mismatch), now)
             return
-        intake.start(commit.capsule)
+        self._table.start(intake, commit.capsule)
         intake.life.move(IntakeState.COMMITTED, now)
+        if not intake.choices:  # the router has ended all that P did not
+            self._leave(intake, IntakeState.CANCELLED, now)
         self._try_run(intake, now)
 
     def _on_sender_done(self, key: RequestKey, blocks_sent: int, now: float) -> None:
@@ -269,38 +267,35 @@ class DecodeState:
     def _on_step(self, result: StepResult, now: float) -> None:
         self._step += 1
         self._counters["decode_steps_total"] += 1
-        failed = dict(result.failed)
-        sampled = {token.key: token for token in result.tokens if token.key not in failed}
-        items: dict[Party, list[TokenItem]] = {}
-        planned, self._planned = self._planned, []
-        for intake in planned:
-            intake.in_step = False
-            self._counters["decode_computed_tokens_total"] += 1
+        progress = self._batch.finish(result, now)
+        self._counters["decode_computed_tokens_total"] += progress.num_computed
+        self._counters["generated_tokens_total"] += sum(len(theirs) for theirs in progress.items.values())
+        for intake in progress.intakes:
             if intake.state is not IntakeState.RUNNING:
                 self._free(intake, now)
-            elif (token := sampled.get(intake.key)) is None:
+            elif (reason := progress.failed.get(intake.key)) is not None:
                 self._table.distrust(intake)
-                reason = failed.get(intake.key, "the engine gave no token for this request")
                 self._fail(intake, EngineError(reason), now)
-            else:
-                items.setdefault(intake.router, []).append(self._advance(intake, token, now))
-        for router, theirs in items.items():
+            elif not intake.branches:
+                self._finish(intake, now)
+        for router, theirs in progress.items.items():
             self._out.append(Send(router, Tokens(self._step, tuple(theirs))))
 
-    def _advance(self, intake: Intake, token: SampledToken, now: float) -> TokenItem:
-        index = intake.num_generated
-        if (filled := intake.append(token.token_id, self._settings.block_size)) is not None:
-            self._table.pool.name(*filled)
-        self._counters["generated_tokens_total"] += 1
-        finish = finish_reason(intake.sampling, token.token_id, intake.num_generated)
-        if finish is not None:
-            intake.life.move(IntakeState.FINISHED, now)
-            self._counters["intakes_finished_total"] += 1
-            self._free(intake, now)
-        logprobs = () if token.logprobs is None else (token.logprobs,)
-        return TokenItem(intake.key, index, (token.token_id,), finish, logprobs)
-
     # --- endings ---
+
+    def _finish(self, intake: Intake, now: float) -> None:
+        """Its last choice has ended."""
+        intake.life.move(IntakeState.FINISHED, now)
+        self._counters["intakes_finished_total"] += 1
+        self._free(intake, now)
+
+    def _drop(self, intake: Intake, choice: int, now: float) -> None:
+        """The router has ended this choice; without any other the request is over."""
+        self._table.drop(intake, choice, now)
+        if intake.state is IntakeState.RUNNING and not intake.branches:
+            self._finish(intake, now)
+        elif intake.state is not IntakeState.RUNNING and not intake.choices:
+            self._leave(intake, IntakeState.CANCELLED, now)
 
     def _fail(self, intake: Intake, error: BatonError, now: float, blocks_sent: int | None = None) -> None:
         log.warning("%s failed: %s", intake.key, error.message)
@@ -330,14 +325,14 @@ class DecodeState:
             self._free(intake, now)
 
     def _free(self, intake: Intake, now: float) -> None:
-        """Give everything back, unless a step still writes these blocks."""
+        """Give everything back, unless a step still writes blocks of it."""
         if intake.in_step:
             return
-        freed = self._table.free(intake)
+        freed = self._table.free(intake, now)
         ended = Cancelled(intake.key, blocks_freed=freed, blocks_sent=0)
         self._out.extend(Send(asker, ended) for asker in dict.fromkeys(intake.askers))
         intake.life.move(IntakeState.FREED, now)
-        log.info("%s freed: %d blocks, %d tokens generated", intake.key, freed, intake.num_generated)
+        log.info("%s freed: %d blocks, %d tokens generated here", intake.key, freed, intake.num_generated)
 
     def _take(self) -> list[Instruction]:
         out, self._out = self._out, []

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 
 from cluster.request import RequestKey
 from cluster.transitions import Life
-from cluster.wire import Party, Reserve
+from cluster.wire import Capsule, Party, Reserve
+from decode_node.branch import Branch, BranchState
 from decode_node.intake import DECODING, INTAKE, Intake
-from decode_node.reservation import DecodeSettings, NoRoom, Room, find_room
-from engine.audit import Held, find_orphans
+from decode_node.reservation import DecodeSettings, NoRoom, Room, find_room, growth_blocks, stored_len
+from engine.audit import find_orphans
 from engine.block_pool import BlockPool, BlockReport
 from engine.remembered import Tombstones
+from engine.step import BlockCopy
 from kvtransfer.ticket import BlockHandle
 
 
@@ -56,7 +58,8 @@ class IntakeTable:
 
     def admit(self, router: Party, reserve: Reserve, now: float) -> Intake | NoRoom:
         """Share, reserve and promise the blocks ``reserve`` needs, or say why not."""
-        room = find_room(reserve, self._settings, self.pool, num_held=len(self._intakes), num_promised=self.promised)
+        num_held = sum(max(1, intake.num_live) for intake in self._intakes.values())
+        room = find_room(reserve, self._settings, self.pool, num_held=num_held, num_promised=self.promised)
         if isinstance(room, NoRoom):
             return room
         return self._take(router, reserve, room, now)
@@ -75,14 +78,61 @@ class IntakeTable:
 
     def distrust(self, intake: Intake) -> None:
         """The engine could not go on from these blocks: a retry must get them anew, not find them."""
-        self.pool.forget_names(intake.block_table)
+        for branch in intake.branches:
+            self.pool.forget_names(branch.block_table)
 
-    def grow(self, intake: Intake) -> None:
+    def start(self, intake: Intake, capsule: Capsule) -> None:
+        """Token 0 is known: what was promised to choices that it ended is free."""
+        intake.start(capsule)
+        self._narrow(intake)
+
+    def fork(self, intake: Intake, now: float) -> list[BlockCopy]:
+        """Every choice goes on by itself, from the next step on; the copies are to be made in that step.
+
+        The prompt's full blocks are shared. Its partial last block is about to be written: the last choice has it,
+        each other one a copy.
+        """
+        num_full = intake.prompt_len // self._settings.block_size
+        full, partial = intake.block_table[:num_full], intake.block_table[num_full:]
+        num_copied = (len(intake.choices) - 1) * len(partial)
+        branches = intake.branch_out((intake.growth_left - num_copied) // len(intake.choices), now)
+        self.promised -= num_copied
+        copies: list[BlockCopy] = []
+        for branch in branches[:-1]:
+            own = self.pool.allocate(len(partial), branch.owner)
+            copies += map(BlockCopy, partial, own)
+            branch.block_table = full + own
+        branches[-1].block_table = full + partial
+        if branches[-1].owner != intake.owner:
+            self.pool.fork(full, intake.owner, [branch.owner for branch in branches])
+            self.pool.fork(partial, intake.owner, [branches[-1].owner])
+        intake.block_table, intake.growth_left = [], 0
+        return copies
+
+    def grow(self, branch: Branch) -> None:
         """Take a promised block if the next token needs one."""
-        if intake.context_len == len(intake.block_table) * self._settings.block_size:
-            intake.block_table += self.pool.allocate(1, intake.owner)
-            intake.growth_left -= 1
+        if branch.context_len == len(branch.block_table) * self._settings.block_size:
+            branch.block_table += self.pool.allocate(1, branch.owner)
+            branch.growth_left -= 1
             self.promised -= 1
+
+    def drop(self, intake: Intake, choice: int, now: float) -> None:
+        """This choice is not wanted any more: give back what only it holds, at once or when its step has ended."""
+        if choice in intake.choices:
+            intake.choices.remove(choice)
+            self._narrow(intake)
+        for branch in list(intake.branches):
+            if branch.choice == choice and branch.generating:
+                branch.life.move(BranchState.DROPPED, now)
+                if not branch.in_step:
+                    self.release(intake, branch, now)
+
+    def release(self, intake: Intake, branch: Branch, now: float) -> None:
+        """This branch has ended and no step writes its blocks: give them back. Those it shares stay the others'."""
+        intake.num_freed += self.pool.release(branch.block_table, branch.owner)
+        self.promised -= branch.growth_left
+        intake.branches.remove(branch)
+        branch.life.move(BranchState.GONE, now)
 
     def quarantine(self, intake: Intake) -> None:
         """Bytes may still land in the missing blocks: nobody may have them yet."""
@@ -91,9 +141,13 @@ class IntakeTable:
         del intake.block_table[first:]
         self.pool.quarantine(intake.quarantined, intake.owner)
 
-    def free(self, intake: Intake) -> int:
-        """Give everything back and forget the request. Returns the number of blocks freed."""
-        freed = self.pool.release(intake.block_table, intake.owner)
+    def free(self, intake: Intake, now: float) -> int:
+        """Give everything back and forget the request. Returns the number of blocks it has freed in all."""
+        for branch in list(intake.branches):
+            if branch.generating:
+                branch.life.move(BranchState.DROPPED, now)
+            self.release(intake, branch, now)
+        freed = intake.num_freed + self.pool.release(intake.block_table, intake.owner)
         if intake.quarantined:
             freed += self.pool.end_quarantine(intake.quarantined, intake.owner)
         self.promised -= intake.growth_left
@@ -104,8 +158,15 @@ class IntakeTable:
 
     def orphans(self) -> tuple[BlockReport, ...]:
         """Blocks whose owner is not here or does not know of them."""
-        held = {intake.owner: Held(intake.block_table, intake.quarantined) for intake in self._intakes.values()}
+        held = {owner: each for intake in self._intakes.values() for owner, each in intake.holdings().items()}
         return find_orphans(self.pool.report(), held)
+
+    def _narrow(self, intake: Intake) -> None:
+        """Promise an intake that has not forked no more than its remaining choices may take."""
+        total_len = stored_len(intake.prompt_len, intake.sampling, intake.num_emitted)
+        growth = growth_blocks(intake.prompt_len, total_len, len(intake.choices), self._settings.block_size)
+        self.promised -= intake.growth_left - growth
+        intake.growth_left = growth
 
     def _take(self, router: Party, reserve: Reserve, room: Room, now: float) -> Intake:
         owner = str(reserve.key)
@@ -125,6 +186,7 @@ class IntakeTable:
             growth_left=room.growth,
             deadline_s=now + reserve.deadline_s,
             life=Life(INTAKE, now),
+            choices=[sampling.choice for sampling in reserve.sampling.choices()],
         )
         self.promised += room.growth
         self._intakes[reserve.key] = intake

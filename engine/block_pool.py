@@ -4,7 +4,8 @@ Pure bookkeeping over block ids; the bytes live in :class:`engine.kv_cache.KVCac
 
 * *free*: nobody owns it. If it still carries a prefix name its content may be found again; the free list is in
   eviction order, so the block that has been unused longest loses its name first (as vLLM 0.9's block pool);
-* *owned*: one or more owners hold it. Only a block with a single owner and no name may be written;
+* *owned*: one or more owners hold it. Only a block with a single owner and no name may be written. Owners come to a
+  block of somebody else by its name (a cached prefix) or from an owner that goes on as several (:meth:`fork`);
 * *quarantined*: its owner is gone, but bytes may still land in it. It is neither free nor owned.
 
 ``generation`` grows each time a block leaves the free list to be written, so a late write for an earlier life
@@ -103,6 +104,15 @@ class BlockPool:
                 raise BlockPoolError(f"block {block_id} has no name and cannot be shared")
             self._free.pop(block_id, None)
             self._own(block_id, owner)
+
+    def fork(self, block_ids: Sequence[int], owner: str, forks: Sequence[str]) -> None:
+        """``owner`` goes on as ``forks``: each holds the blocks as it did, named or not, and it lets go of them."""
+        if not forks:
+            raise BlockPoolError(f"{owner} forks into nobody: its blocks would be lost")
+        for block_id in block_ids:
+            self._disown(block_id, owner)
+            for fork in forks:
+                self._own(block_id, fork)
 
     def allocate(self, count: int, owner: str) -> list[int]:
         """Take ``count`` blocks to write. Raises :class:`OutOfBlocksError` and takes none if there are fewer."""

@@ -6,7 +6,7 @@ The cache owns the memory for the life of the process. Who may use which block i
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.step import BlockCopy
 from kernels.reference import KeyOrder, kv_views
 from kvtransfer.layout import DIM_MAJOR, TOKEN_MAJOR, BlockLayout
 
@@ -49,6 +50,11 @@ class KVCache:
 
     def from_host(self, block_ids: Sequence[int]) -> None:
         """Have these blocks of :meth:`as_bytes` in the pool, for all steps from now on."""
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy whole blocks within the pool, between two steps."""
+        for source, target in copies:
+            self.pool[target].copy_(self.pool[source])
 
     def zero_tail(self, block_id: int, from_offset: int) -> None:
         """Clear the slots of ``block_id`` from ``from_offset`` on, in all layers.

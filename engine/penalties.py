@@ -50,16 +50,26 @@ class _Options:
     stop_ids: Ids
 
 
-@lru_cache(maxsize=128)  # an allow-list can be as long as the vocabulary
 def _options(sampling: SamplingParams, vocab_size: int) -> _Options:
-    bias = {token_id: value for token_id, value in sampling.logit_bias if token_id < vocab_size}
-    allowed = sampling.allowed_token_ids
+    named = (sampling.allowed_token_ids, sampling.banned_token_ids, sampling.stop_token_ids)
+    return _prepared(sampling.logit_bias, *named, vocab_size)
+
+
+@lru_cache(maxsize=128)  # an allow-list can be as long as the vocabulary; all choices of a request share an entry
+def _prepared(
+    logit_bias: tuple[tuple[int, float], ...],
+    allowed: tuple[int, ...] | None,
+    banned: tuple[int, ...],
+    stops: tuple[int, ...],
+    vocab_size: int,
+) -> _Options:
+    bias = {token_id: value for token_id, value in logit_bias if token_id < vocab_size}
     return _Options(
         bias_ids=np.array(list(bias), np.int64),
         bias=np.array(list(bias.values()), np.float32),
         allowed_ids=None if allowed is None else _known(allowed, vocab_size),
-        banned_ids=_known(sampling.banned_token_ids, vocab_size),
-        stop_ids=_known(sampling.stop_token_ids, vocab_size),
+        banned_ids=_known(banned, vocab_size),
+        stop_ids=_known(stops, vocab_size),
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -38,20 +38,22 @@ class ModelRunner:
         began = time.perf_counter()
         problems = [self._problem(chunk) for chunk in plan.chunks]
         chunks = [chunk for chunk, problem in zip(plan.chunks, problems, strict=True) if problem is None]
-        outcomes: dict[RequestKey, Choice | str] = {
-            chunk.key: problem for chunk, problem in zip(plan.chunks, problems, strict=True) if problem
-        }
+        self.cache.copy_blocks(plan.copies)
+        drawn: Iterator[list[Choice | str]] = iter(())
         if chunks:
             logits = self.model.forward(self._batch(chunks), self.cache.pool)
-            outcomes |= self._choose(logits, [chunk for chunk in chunks if chunk.sampling is not None])
+            drawn = iter(self._choose(logits, [chunk for chunk in chunks if chunk.sampling is not None]))
         tokens: list[SampledToken] = []
         failed: list[FailedSequence] = []
-        for chunk in plan.chunks:
-            outcome = outcomes.get(chunk.key)
-            if isinstance(outcome, Choice):
-                tokens.append(SampledToken(chunk.key, outcome.token_id, outcome.logprobs))
-            elif outcome is not None:
-                failed.append(FailedSequence(chunk.key, outcome))
+        for chunk, problem in zip(plan.chunks, problems, strict=True):
+            if problem is not None:
+                failed.append(FailedSequence(chunk.key, problem))
+            elif chunk.sampling is not None:
+                for choice, outcome in enumerate(next(drawn), chunk.sampling.choice):
+                    if isinstance(outcome, Choice):
+                        tokens.append(SampledToken(chunk.key, outcome.token_id, outcome.logprobs, choice))
+                    else:
+                        failed.append(FailedSequence(chunk.key, outcome))
         return StepResult(tuple(tokens), tuple(failed), time.perf_counter() - began)
 
     def warm_up(self, num_tokens: int = 32) -> float:
@@ -117,12 +119,20 @@ class ModelRunner:
             ),
         )
 
-    def _choose(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> dict[RequestKey, Choice | str]:
-        """A token for each row, or why not. ``logits``: ``[len(chunks), vocab_size]``."""
-        draws = [
-            Draw(chunk.sampling, chunk.position, chunk.num_generated, chunk.history)
-            for chunk in chunks
-            if chunk.sampling is not None
+    def _choose(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[list[Choice | str]]:
+        """For each row, a token for each of its choices, or why not. ``logits``: ``[len(chunks), vocab_size]``."""
+        draws: list[list[Draw]] = []
+        for chunk in chunks:
+            if chunk.sampling is not None:
+                # Greedy choices are all the same: one draw will do.
+                wanted = (chunk.sampling,) if chunk.sampling.greedy else chunk.sampling.choices()
+                draws.append([Draw(each, chunk.position, chunk.num_generated, chunk.history) for each in wanted])
+        counts = [len(each) for each in draws]
+        if max(counts, default=1) > 1:
+            logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+        outcomes = iter(choose(logits, list(chain.from_iterable(draws)), self.model.weights.ops.exp_sums))
+        found = [list(islice(outcomes, count)) for count in counts]
+        return [
+            each * chunk.sampling.num_choices if chunk.sampling is not None and chunk.sampling.greedy else each
+            for each, chunk in zip(found, chunks, strict=True)
         ]
-        outcomes = choose(logits, draws, self.model.weights.ops.exp_sums)
-        return dict(zip([chunk.key for chunk in chunks], outcomes, strict=True))

@@ -19,8 +19,9 @@ class SequenceChunk:
 
     Keys and values of all earlier positions are in the cache already, through the same ``block_table``: entry
     ``i`` is the block of positions ``i * block_size`` and on, and the table covers at least this chunk.
-    ``sampling`` is set if and only if a token is to be sampled after the last one; that token's index in the
-    sequence is ``position`` (always ``start + len(token_ids)``), which with the seed determines its noise.
+    ``sampling`` is set if and only if a token is to be sampled after the last one, for each of its choices; that
+    token's index in the sequence is ``position`` (always ``start + len(token_ids)``), which with the seed and the
+    choice determines its noise.
     ``num_generated`` of the tokens before it are output, not prompt. ``history`` is set if ``sampling`` has penalties:
     the whole sequence up to the token to be sampled. The runner reads it during the step, it stays the scheduler's.
     """
@@ -41,14 +42,23 @@ class SequenceChunk:
             )
 
 
+class BlockCopy(NamedTuple):
+    """Give ``target`` the contents of ``source``."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's chunks, prefill and decode mixed in any order; each sequence and each block at most once.
 
-    Blocks may be shared by several block tables only below every sharer's ``start``.
+    Blocks may be shared by several block tables only below every sharer's ``start``. ``copies`` are made before any
+    chunk is computed: a source may be written in the same step, a target is named once and is nobody's source.
     """
 
     chunks: tuple[SequenceChunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -58,15 +68,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token at the chunk's ``position``; ``logprobs`` if its request asked for them."""
+    """One choice's token at the chunk's ``position``; ``logprobs`` if its request asked for them."""
 
     key: RequestKey
     token_id: int
     logprobs: TokenLogprobs | None = None
+    choice: int = 0
 
 
 class FailedSequence(NamedTuple):
-    """This sequence cannot go on; its blocks hold nothing of use. ``message`` is safe to show to a client."""
+    """A sequence of this request cannot go on; its blocks hold nothing of use. A client may see ``message``."""
 
     key: RequestKey
     message: str
@@ -74,8 +85,9 @@ class FailedSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens and failures in the order of the plan's chunks; chunks that sample nothing leave no entry.
+    """Tokens and failures in the order of the plan's chunks and of their choices.
 
+    Chunks that sample nothing leave no entry.
     ``seconds`` is the wall time of the step.
     """
 

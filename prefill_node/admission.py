@@ -27,6 +27,8 @@ def check_submit(submit: Submit, settings: PrefillSettings) -> BatonError | None
     prompt_len, size = len(submit.prompt_token_ids), settings.block_size
     num_blocks = -(-prompt_len // size)
     ticket = submit.ticket
+    if submit.num_emitted and submit.sampling.num_choices > 1:
+        return NodeStateError("several choices cannot go on from the tokens of one")
     if ticket.fingerprint != settings.fingerprint:
         return NodeStateError("the prefill and decode node serve different models or KV layouts")
     if not 0 < prompt_len < settings.max_model_len or len(submit.block_hashes) != prompt_len // size:

@@ -6,12 +6,13 @@ They are given back only when no step writes them and the transport no longer re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.request import FinishReason, RequestKey, SamplingParams
+from cluster.request import RequestKey, SamplingParams, finish_reason
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, Party, Submit, Ticket, Token0
+from cluster.wire import Capsule, FirstToken, Party, StartedChoice, Submit, Ticket, Token0
 from engine.history import TokenHistory
 from engine.instructions import Push
 from engine.step import SampledToken, SequenceChunk
@@ -19,7 +20,7 @@ from kvtransfer.ticket import TransferTicket
 
 
 class HandoffState(Enum):
-    """``ended``: the request finished at token 0, nothing more is sent."""
+    """``ended``: every choice finished at token 0, nothing more is sent."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -152,7 +153,9 @@ class Handoff:
         return Push(self.transfer, items, (self.block_table[-1], used) if done and used else None)
 
     def next_chunk(self, count: int) -> SequenceChunk:
-        """The next ``count`` prompt tokens; the last chunk samples token 0, and only then the prompt is counted."""
+        """The next ``count`` prompt tokens; the last chunk samples token 0 of every choice, and only then the prompt is
+        counted.
+        """
         start, end = self.num_computed, self.num_computed + count
         last = end == len(self.prompt)
         if last:
@@ -168,26 +171,29 @@ class Handoff:
             history=self.history,
         )
 
-    def token0(self, token: SampledToken, finish: FinishReason | None, now: float) -> Token0:
-        """What the router hears when the prompt is computed."""
+    def token0(self, tokens: Sequence[SampledToken], now: float) -> Token0:
+        """What the router hears when the prompt is computed; ``tokens`` has one for each choice, in order."""
         return Token0(
             key=self.key,
-            token_id=token.token_id,
-            finish_reason=finish,
+            choices=tuple(self._first_token(token) for token in tokens),
             cached_tokens=self.num_cached,
             queue_s=self.started_s - self.queued_s,
             prefill_s=now - self.started_s,
-            logprobs=token.logprobs,
         )
 
-    def capsule(self, token0: int, block_size: int) -> Capsule:
-        """All the decode node needs besides the blocks, given that ``token0`` does not end the request."""
+    def _first_token(self, token: SampledToken) -> FirstToken:
+        finish = finish_reason(self.sampling, token.token_id, self.num_emitted + 1)
+        return FirstToken(token.choice, token.token_id, finish, token.logprobs)
+
+    def capsule(self, token0: Token0, block_size: int) -> Capsule | None:
+        """All the decode node needs besides the blocks; None if ``token0`` is the end of every choice."""
+        going_on = [first for first in token0.choices if first.finish_reason is None]
+        if not going_on:
+            return None
         num_full = len(self.prompt) // block_size
-        if self.history is not None:
-            self.history.append(token0)
         return Capsule(
             prompt_len=len(self.prompt),
-            token0=token0,
+            choices=tuple(StartedChoice(first.choice, first.token_id) for first in going_on),
             num_emitted=self.num_emitted + 1,
             tail_token_ids=self.prompt[num_full * block_size :],
             sampling=self.sampling,

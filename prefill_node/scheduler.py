@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from cluster.errors import BatonError, DeadlineError, EngineError, NodeStateError, TransferError, WorkerLostError
-from cluster.request import RequestKey, finish_reason
+from cluster.request import RequestKey
 from cluster.wire import (
     Acknowledged,
     Cancel,
@@ -231,7 +232,9 @@ class PrefillState:
         return handoff.next_chunk(count)
 
     def _on_step(self, result: StepResult, now: float) -> None:
-        sampled = {token.key: token for token in result.tokens}
+        sampled: dict[RequestKey, list[SampledToken]] = {}
+        for token in result.tokens:
+            sampled.setdefault(token.key, []).append(token)
         failed = dict(result.failed)
         planned, self._planned = self._planned, []
         for handoff, count in planned:
@@ -239,9 +242,9 @@ class PrefillState:
             if handoff.leaving:
                 self._try_release(handoff, now)
                 continue
-            token0 = sampled.get(handoff.key)
+            tokens = sampled.get(handoff.key, [])
             reason = failed.get(handoff.key)
-            if reason is None and token0 is None and handoff.num_remaining == count:
+            if reason is None and handoff.num_remaining == count and len(tokens) != handoff.sampling.num_choices:
                 reason = "the engine gave no token for this request"
             if reason is not None:
                 self._table.distrust(handoff)
@@ -250,25 +253,27 @@ class PrefillState:
             handoff.num_computed += count
             self._counters["prefill_computed_tokens_total"] += count
             self._table.name_full_blocks(handoff)
-            if token0 is None:
-                self._push_ready(handoff)
+            if tokens:
+                self._hand_over(handoff, tokens, now)
             else:
-                self._hand_over(handoff, token0, now)
+                self._push_ready(handoff)
 
     def _push_ready(self, handoff: Handoff) -> None:
         if (push := handoff.take_ready(self._settings.block_size)) is not None:
             self._out.append(push)
 
-    def _hand_over(self, handoff: Handoff, token0: SampledToken, now: float) -> None:
-        """Token 0 exists: the router gets it at once, the decode node gets the capsule, or the request ends here."""
-        finish = finish_reason(handoff.sampling, token0.token_id, handoff.num_emitted + 1)
-        self._out.append(Send(handoff.router, handoff.token0(token0, finish, now)))
-        if finish is not None:
+    def _hand_over(self, handoff: Handoff, tokens: Sequence[SampledToken], now: float) -> None:
+        """Token 0 exists, one for each choice: the router gets them at once, the decode node gets the capsule of the
+        choices that go on. If none does, the request ends here.
+        """
+        token0 = handoff.token0(tokens, now)
+        self._out.append(Send(handoff.router, token0))
+        capsule = handoff.capsule(token0, self._settings.block_size)
+        if capsule is None:
             self._counters["handoffs_ended_total"] += 1
             self._leave(handoff, HandoffState.ENDED, now)
             return
         self._push_ready(handoff)
-        capsule = handoff.capsule(token0.token_id, self._settings.block_size)
         self._out.append(Send(handoff.ticket.decode, Commit(handoff.key, capsule)))
         handoff.life.move(HandoffState.SENDING, now)
 

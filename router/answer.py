@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -27,7 +28,7 @@ from router.completion import (
     Usage,
     error_frame,
 )
-from router.generation import Generator
+from router.generation import Endings, Generation, Generator
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
 from router.planning import Plan
@@ -74,9 +75,9 @@ class Answer(Response):
         self._send_timeout_s = send_timeout_s
         self._choices = [
             Choice(tokenizer.detokenizer(generation.prompt_token_ids), plan.stops, tokenizer.eos_token_ids)
-            for generation in plan.generations
+            for generation in _by_choice(plan)
         ]
-        self._pieces: list[list[Piece]] = [[] for _ in plan.generations]
+        self._pieces: list[list[Piece]] = [[] for _ in self._choices]
         self._started = False
         self._send_lock = asyncio.Lock()
 
@@ -101,47 +102,58 @@ class Answer(Response):
             await self._fail(EngineError("Internal error."), scope, receive, send, record)
 
     async def _run_all(self, send: Send, record: RequestRecord) -> None:
-        if len(self._choices) == 1:
+        if len(self._plan.generations) == 1:
             await self._run(0, send, record)
             return
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(len(self._choices)):
-                    group.create_task(self._run(index, send, record))
+                for number in range(len(self._plan.generations)):
+                    group.create_task(self._run(number, send, record))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _run(self, index: int, send: Send, record: RequestRecord) -> None:
-        choice = self._choices[index]
-        last_s: float | None = None
-        async with aclosing(self._generator.generate(self._plan.generations[index])) as deltas:
+    async def _run(self, number: int, send: Send, record: RequestRecord) -> None:
+        """Run one generation; its choices are those from ``number * n`` on."""
+        generation, endings = self._plan.generations[number], Endings()
+        indexes = range(number * generation.sampling.num_choices, (number + 1) * generation.sampling.num_choices)
+        last_s: dict[int, float] = {}
+        async with aclosing(self._generator.generate(generation, endings)) as deltas:
             async for delta in deltas:
-                now_s = time.perf_counter()
+                index, now_s = indexes[delta.choice], time.perf_counter()
+                choice = self._choices[index]
                 num_before = choice.num_tokens
                 piece = choice.feed(delta)
-                if last_s is None:
-                    self._first_delta(index, now_s - record.started_s)
-                else:
-                    self._metrics.inter_token_latency.observe(now_s - last_s)
+                opening = b""
+                if not last_s:
+                    self._first_delta(generation, delta.cached_tokens, now_s - record.started_s)
+                    opening = self._opening(indexes, generation)
+                elif index in last_s:
+                    self._metrics.inter_token_latency.observe(now_s - last_s[index])
                 self._metrics.generation_tokens.inc(choice.num_tokens - num_before)
                 if self._plan.stream:
-                    await self._send_piece(send, index, piece, is_first=last_s is None)
+                    await self._send_piece(send, index, piece, opening)
                 else:
                     self._pieces[index].append(piece)
-                last_s = now_s
+                last_s[index] = now_s
                 if choice.finish_reason is not None:
-                    return
+                    if all(self._choices[each].finish_reason is not None for each in indexes):
+                        return
+                    if delta.finish_reason is None:
+                        endings.add(delta.choice)
         raise EngineError("The answer ended without a reason.")
 
-    def _first_delta(self, index: int, elapsed_s: float) -> None:
+    def _first_delta(self, generation: Generation, cached_tokens: int | None, elapsed_s: float) -> None:
         self._metrics.time_to_first_token.observe(elapsed_s)
-        self._metrics.prompt_tokens.inc(len(self._plan.generations[index].prompt_token_ids))
-        self._metrics.cached_prompt_tokens.inc(self._choices[index].cached_tokens or 0)
+        self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+        self._metrics.cached_prompt_tokens.inc(cached_tokens or 0)
 
-    async def _send_piece(self, send: Send, index: int, piece: Piece, *, is_first: bool) -> None:
-        with_ids = self._plan.return_token_ids
-        prompt_ids = self._plan.generations[index].prompt_token_ids if with_ids else None
-        frames = self._format.opening(index, prompt_ids) if is_first else b""
+    def _opening(self, indexes: Sequence[int], generation: Generation) -> bytes:
+        """What goes out before the first text of any of a generation's choices."""
+        prompt_ids = generation.prompt_token_ids if self._plan.return_token_ids else None
+        return b"".join(self._format.opening(index, prompt_ids) for index in indexes)
+
+    async def _send_piece(self, send: Send, index: int, piece: Piece, opening: bytes) -> None:
+        frames, with_ids = opening, self._plan.return_token_ids
         if piece.text or piece.finish_reason is not None or with_ids:
             usage = self._usage() if self._plan.usage == "every" else None
             frames += self._format.chunk(index, piece, usage, with_ids=with_ids)
@@ -154,7 +166,7 @@ class Answer(Response):
             await self._send_frames(send, usage + DONE_FRAME, more=False)
             return
         pieces = [_joined(pieces) for pieces in self._pieces]
-        prompts = [generation.prompt_token_ids for generation in self._plan.generations]
+        prompts = [generation.prompt_token_ids for generation in _by_choice(self._plan)]
         body = self._format.whole(pieces, self._usage(), prompts if self._plan.return_token_ids else None)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -187,6 +199,11 @@ class Answer(Response):
         cached = [choice.cached_tokens for choice in self._choices if choice.cached_tokens is not None]
         details = PromptTokensDetails(sum(cached)) if cached else None
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+def _by_choice(plan: Plan) -> list[Generation]:
+    """The generation that each choice belongs to."""
+    return [generation for generation in plan.generations for _ in range(generation.sampling.num_choices)]
 
 
 def _joined(pieces: list[Piece]) -> Piece:

@@ -169,10 +169,10 @@ class ChatFormat:
         return msgspec.json.encode(frame)
 
     def opening(self, index: int, prompt_ids: tuple[int, ...] | None) -> bytes:
-        # The role comes once per choice: clients concatenate the strings of all deltas.
+        # The role comes once per choice: clients concatenate the strings of all deltas. The prompt comes once.
         choice = _Choice(index=index, delta={"role": "assistant", "content": ""}, finish_reason=None)
         frame = _frame(self._head, "chat.completion.chunk", [choice])
-        if prompt_ids is not None:
+        if prompt_ids is not None and index == 0:
             frame.prompt_token_ids = prompt_ids
         return _event(frame)
 

@@ -29,12 +29,13 @@ from cluster.errors import (
 )
 from cluster.request import RequestId, RequestKey
 from cluster.wire import Failed, Granted, Refused, Reserve, Submit, Token0, TokenItem
-from router.generation import Generation, Readiness, TokenDelta
+from router.generation import Endings, Generation, Readiness, TokenDelta
 from router.mailbox import Mailbox, NodeLost, Switchboard
 from router.naming import PromptNames
 from router.placement import Placer
 from router.policy import Booking, Demand, Placement
 from router.queue import Turn, WaitingLine, Wanted
+from router.relay import TokenOrder
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,15 @@ class Dispatcher:
         """See :class:`router.generation.Generator`."""
         return self._placer.max_request_tokens()
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
+    def max_answer_tokens(self, prompt_len: int, num_choices: int) -> int | None:
+        """See :class:`router.generation.Generator`."""
+        return self._placer.max_answer_tokens(prompt_len, num_choices)
+
+    async def generate(
+        self, generation: Generation, endings: Endings | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Serve one request. A lost node before its first token: once more, on what is alive then."""
-        job = _Job(generation, self._line.turn())
+        job = _Job(generation, self._line.turn(), endings or Endings())
         failures = 0
         while True:
             emitted = False
@@ -91,15 +98,22 @@ class Dispatcher:
 
     async def _attempt(self, job: _Job) -> AsyncGenerator[TokenDelta, None]:
         booking, mailbox = await self._reserve_somewhere(job)
-        finished = False
+        order = TokenOrder(job.generation.sampling)
         try:
-            async with aclosing(self._relay(mailbox, booking)) as deltas:
+            async with aclosing(self._relay(mailbox, booking, order)) as deltas:
                 async for delta in deltas:
-                    finished = delta.finish_reason is not None
                     yield delta
+                    for choice in job.endings.take():
+                        self._drop(mailbox, job, order, choice)
         finally:
-            self._switchboard.close(mailbox, cancel=not finished)
+            self._switchboard.close(mailbox, cancel=not order.complete)
             self._give_back(booking)
+
+    def _drop(self, mailbox: Mailbox, job: _Job, order: TokenOrder, choice: int) -> None:
+        """The reader has ended a choice; the decode node need not go on with it. The last one ends the dispatch."""
+        order.drop(choice)
+        if not order.over:
+            self._switchboard.cancel_choice(mailbox, job.generation.sampling.choice + choice)
 
     async def _reserve_somewhere(self, job: _Job) -> tuple[Booking, Mailbox]:
         """Wait in the line until a decode node grants room, and submit the prompt to the prefill node.
@@ -183,47 +197,34 @@ class Dispatcher:
         )
         log.info("%s submitted to %s for %s", granted.key, placement.prefill.id, placement.decode.id)
 
-    async def _relay(self, mailbox: Mailbox, booking: Booking) -> AsyncGenerator[TokenDelta, None]:
-        """Token 0, then the decode node's tokens in order; a gap is an error, never a silent cut."""
-        early: list[TokenItem] = []
-        next_index = 0
+    async def _relay(self, mailbox: Mailbox, booking: Booking, order: TokenOrder) -> AsyncGenerator[TokenDelta, None]:
+        """The tokens of all choices, each choice's in order; a gap is an error, never a silent cut."""
         deadline_s = time.monotonic() + self._settings.token0_timeout_s
-        while True:
-            limit = self._settings.token_timeout_s if next_index else max(0.0, deadline_s - time.monotonic())
+        while not order.over:
+            limit = self._settings.token_timeout_s if order.started else max(0.0, deadline_s - time.monotonic())
             message = await mailbox.next(limit, "no token came in time")
             match message:
-                case Token0() if next_index == 0:
-                    next_index = 1
-                    self._placer.prefilled(booking)
-                    self._line.pump()
-                    logprobs = () if message.logprobs is None else (message.logprobs,)
-                    yield TokenDelta((message.token_id,), message.finish_reason, message.cached_tokens, logprobs)
-                    if message.finish_reason is not None:
-                        return
-                case TokenItem():
-                    early.append(message)
-                case NodeLost(party) if next_index and party == booking.placement.prefill:
+                case Token0() | TokenItem():
+                    if isinstance(message, Token0):
+                        self._placer.prefilled(booking)
+                        self._line.pump()
+                    for delta in order.take(message):
+                        yield delta
+                case NodeLost(party) if order.started and party == booking.placement.prefill:
                     continue  # the decode node knows whether it has all it needs, and says so if not
                 case _:
                     raise _failure(message)
-            while next_index and early:
-                item = early.pop(0)
-                if item.index != next_index:
-                    raise TransferError("tokens were lost between the decode node and the router")
-                next_index += len(item.token_ids)
-                yield TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs)
-                if item.finish_reason is not None:
-                    return
 
 
 class _Job:
     """One request and the numbers of its dispatches."""
 
-    def __init__(self, generation: Generation, turn: Turn) -> None:
-        prompt_len = len(generation.prompt_token_ids)
-        demand = Demand(prompt_len, prompt_len + generation.sampling.max_tokens - 1)
+    def __init__(self, generation: Generation, turn: Turn, endings: Endings) -> None:
+        prompt_len, sampling = len(generation.prompt_token_ids), generation.sampling
+        demand = Demand(prompt_len, prompt_len + sampling.max_tokens - 1, sampling.num_choices)
         self.request_id = RequestId(uuid.uuid4().hex)
         self.generation = generation
+        self.endings = endings
         self.turn = turn
         self.wanted = Wanted(demand, PromptNames(generation.prompt_token_ids, generation.cache_salt))
         self._attempts = count(1)

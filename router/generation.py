@@ -14,7 +14,10 @@ from cluster.request import FinishReason, SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt to continue. ``cache_salt`` separates prefix caches of clients that must not share them."""
+    """One prompt to continue, ``sampling.num_choices`` times.
+
+    ``cache_salt`` separates prefix caches of clients that must not share them.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -23,17 +26,36 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one generation, in order; ``finish_reason`` is set on the last delta only.
+    """New tokens of one choice of a generation, in order; ``finish_reason`` is set on its last delta only.
+
+    Choices are numbered from 0; the first deltas of a generation are token 0 of each choice, in order.
 
     A stop token's id is the last of ``token_ids`` with finish reason ``stop``: it counts as a generated
     token, its text is not shown. ``cached_tokens``, the prompt tokens found in a prefix cache, comes with
-    token 0. ``logprobs`` has one entry a token if they were asked for, else none.
+    token 0 of choice 0. ``logprobs`` has one entry a token if they were asked for, else none.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    choice: int = 0
+
+
+class Endings:
+    """What the reader of a generation tells its generator: choices it has ended by itself, by a stop string say."""
+
+    def __init__(self) -> None:
+        self._new: list[int] = []
+
+    def add(self, choice: int) -> None:
+        """Nothing more of ``choice`` will be read. To be said before the next delta is asked for."""
+        self._new.append(choice)
+
+    def take(self) -> list[int]:
+        """Those added since the last call."""
+        new, self._new = self._new, []
+        return new
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +69,8 @@ class Readiness:
 class Generator(Protocol):
     """What the HTTP front asks of the rest of the router."""
 
-    def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
-        """Continue one prompt.
+    def generate(self, generation: Generation, endings: Endings | None = None) -> AsyncGenerator[TokenDelta, None]:
+        """Continue one prompt. No delta follows of a choice that the reader added to ``endings``.
 
         The iterator raises a :class:`~cluster.errors.BatonError` if the request fails. Closing it (``aclose``)
         or cancelling the task that reads it ends the request on every node that holds a part of it.
@@ -61,4 +83,8 @@ class Generator(Protocol):
 
     def max_request_tokens(self) -> int | None:
         """Largest prompt plus output that any known decode node can hold; None if none is known."""
+        ...
+
+    def max_answer_tokens(self, prompt_len: int, num_choices: int) -> int | None:
+        """Largest output of each of several choices that any known decode node can hold; None if none is known."""
         ...

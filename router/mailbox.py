@@ -10,7 +10,19 @@ from typing import Any
 from cluster.channel import Channel, ChannelError
 from cluster.errors import DeadlineError, WorkerLostError
 from cluster.request import RequestKey
-from cluster.wire import Cancel, Cancelled, Failed, Granted, Message, Party, Refused, Token0, TokenItem, Tokens
+from cluster.wire import (
+    Cancel,
+    CancelChoice,
+    Cancelled,
+    Failed,
+    Granted,
+    Message,
+    Party,
+    Refused,
+    Token0,
+    TokenItem,
+    Tokens,
+)
 from router.policy import Placement
 
 log = logging.getLogger(__name__)
@@ -31,7 +43,7 @@ Mail = Granted | Refused | Token0 | TokenItem | Failed | NodeLost
 
 @dataclass(slots=True)
 class Mailbox:
-    """What the nodes say about one dispatch. Bounded by ``max_tokens``: nodes send nothing unasked.
+    """What the nodes say about one dispatch. Bounded by choices x ``max_tokens``: nodes send nothing unasked.
 
     ``dead`` are those of its nodes that will never confirm anything.
     """
@@ -101,6 +113,14 @@ class Switchboard:
             if waiting_for := {placement.prefill, placement.decode} - mailbox.dead:
                 self._ending[mailbox.key] = _Ending(waiting_for)
                 self._send_cancels(mailbox.key)
+
+    def cancel_choice(self, mailbox: Mailbox, choice: int) -> None:
+        """One choice is over here, the dispatch is not. Said once: :meth:`close` tells the decode node for sure."""
+        decode = mailbox.placement.decode
+        try:
+            self._channel.send(decode, CancelChoice(mailbox.key, choice))
+        except ChannelError as error:
+            log.warning("%s: cannot end choice %d on %s: %s", mailbox.key, choice, decode.id, error)
 
     def send(self, party: Party, message: Message) -> None:
         """Send, or raise :class:`WorkerLostError` if the node takes no more messages."""

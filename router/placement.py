@@ -78,7 +78,7 @@ class Placer:
         self.prefilled(booking)
         self._end_probe(booking)
         if (decode := self._registry.get(booking.placement.decode)) is not None:
-            decode.own_requests -= 1
+            decode.own_requests -= booking.num_choices
             if booking.is_granted and decode.refused_until_s:
                 decode.refused_until_s = min(decode.refused_until_s, time.monotonic())  # there may be room now
 
@@ -102,12 +102,22 @@ class Placer:
         known = [size for size in sizes if size is not None]
         return min(known) if len(known) == len(sizes) else None
 
+    def max_answer_tokens(self, prompt_len: int, num_choices: int) -> int | None:
+        """Largest output of each of ``num_choices`` answers to a prompt that the roomiest decode node can hold."""
+        sizes = []
+        for node in self._registry.nodes("decode"):
+            block_size, num_full = node.record.block_size, prompt_len // node.record.block_size
+            own_tokens = (node.record.num_blocks - num_full) // num_choices * block_size
+            # The KV of the last token is never stored.
+            sizes.append(min(num_full * block_size + own_tokens + 1, _capacity(node)) - prompt_len)
+        return max(sizes, default=None)
+
     def _book(self, placement: Placement, demand: Demand) -> Booking:
-        booking = Booking(placement, demand.prompt_len)
+        booking = Booking(placement, demand.prompt_len, demand.num_choices)
         if (prefill := self._registry.get(placement.prefill)) is not None:
             prefill.own_tokens += demand.prompt_len
         if (decode := self._registry.get(placement.decode)) is not None:
-            decode.own_requests += 1
+            decode.own_requests += demand.num_choices
             booking.is_probe = decode.probing = decode.refused_until_s > 0
         return booking
 

@@ -22,7 +22,7 @@ UsageReport = Literal["none", "last", "every"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One request, ready to run; choice ``i`` continues ``generations[i]``."""
+    """One request, ready to run. With ``n`` choices each, ``generations[i]`` gives choices ``i * n`` and on."""
 
     endpoint: Literal["completions", "chat"]
     generations: tuple[Generation, ...]
@@ -51,7 +51,8 @@ class Planner:
                 token_ids = await self._tokenizer.encode_prompt(prompt, max_tokens=limit)
             else:
                 token_ids = prompt
-            room = _room(len(token_ids), request.max_tokens, limit, "prompt")
+            shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
+            room = _room(len(token_ids), request.max_tokens, shared, "prompt")
             self._check_vocabulary(token_ids, "prompt")
             max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
             generations.append(self._generation(request, token_ids, max_tokens))
@@ -63,7 +64,8 @@ class Planner:
         limit = self._limit()
         token_ids = await self._tokenizer.encode_chat(request.conversation(), max_tokens=limit)
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        room = _room(len(token_ids), wanted, limit, "messages")
+        shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
+        room = _room(len(token_ids), wanted, shared, "messages")
         return _plan("chat", request, [self._generation(request, token_ids, room if wanted is None else wanted)])
 
     def check_model(self, model: str | None) -> None:
@@ -77,6 +79,13 @@ class Planner:
         """Prompt plus output that the model's positions and some node's KV pool can hold."""
         pool = self._generator.max_request_tokens()
         return self._max_model_len if pool is None else min(pool, self._max_model_len)
+
+    def _limit_of_each(self, limit: int, prompt_len: int, num_choices: int) -> int:
+        """Prompt plus output of each of several choices: they share the prompt's blocks and a node's pool."""
+        if num_choices == 1:
+            return limit
+        room = self._generator.max_answer_tokens(prompt_len, num_choices)
+        return limit if room is None else min(limit, prompt_len + room)
 
     def _check_vocabulary(self, token_ids: Sequence[int], field: str) -> None:
         if any(token_id >= self._tokenizer.vocab_size for token_id in token_ids):
@@ -95,6 +104,7 @@ class Planner:
             temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=random.getrandbits(63) if request.seed is None else request.seed,
+            num_choices=request.num_choices(),
             stop_token_ids=tuple(dict.fromkeys((*eos_ids, *stop_ids))),
         )
         return Generation(token_ids, sampling, request.cache_salt or "")

@@ -16,7 +16,7 @@ MAX_WAITING_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` those it holds;
+    """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` the sequences it holds;
     ``capacity_tokens`` is the longest request it can ever hold.
     """
 
@@ -33,10 +33,21 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs: ``prompt_len`` tokens now, ``total_len`` at its end."""
+    """What a request needs: ``prompt_len`` tokens now, ``total_len`` at the end of each of its choices."""
 
     prompt_len: int
     total_len: int
+    num_choices: int = 1
+
+    def fits(self, node: Candidate) -> bool:
+        """True if a decode node could ever hold it: the prompt's full blocks are there once, the rest per choice."""
+        if self.total_len > node.capacity_tokens:
+            return False
+        if self.num_choices == 1 or self.total_len <= self.prompt_len:
+            return True
+        num_full = self.prompt_len // node.block_size
+        num_own = -(-self.total_len // node.block_size) - num_full
+        return num_full + self.num_choices * num_own <= node.total_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +64,14 @@ class Placement:
 class Booking:
     """A placement with what this router has put down to its nodes' accounts; given back exactly once.
 
+    ``num_choices`` sequences will be decoded.
     ``is_probe`` marks the one request that may ask a decode node again after it refused: until the answer is here
     nobody overtakes it there. ``is_granted`` once the decode node holds it.
     """
 
     placement: Placement
     prompt_tokens: int
+    num_choices: int = 1
     is_probe: bool = False
     is_granted: bool = False
     open: bool = True
@@ -93,7 +106,7 @@ def place(
         return NoPair("prefill and decode nodes serve different models, dtypes or block sizes")
     # Only sizes that can never fit are filtered here; whether there is room now is the decode node's own answer.
     prefills = [c for c in prefills if demand.prompt_len <= c.capacity_tokens]
-    decodes = [c for c in decodes if demand.total_len <= c.capacity_tokens]
+    decodes = [c for c in decodes if demand.fits(c)]
     shared = {c.fingerprint for c in prefills} & {c.fingerprint for c in decodes}
     if not shared:
         return NoPair("no nodes are alive that could hold a request of this length")

@@ -13,9 +13,11 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 
 from cluster.errors import InvalidRequestError
+from cluster.request import NumChoices
 
 MAX_INT: Final = 2**31 - 1
 MAX_PROMPTS: Final = 128
+MAX_ANSWERS: Final = 1024
 MAX_STOPS: Final = 64
 MAX_STOP_BYTES: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
@@ -55,7 +57,6 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 }
 _UNSUPPORTED_COMPLETION: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
     "add_special_tokens": (None, True),
-    "best_of": (None, 1),
     "logprobs": _NO,
     "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
@@ -101,11 +102,15 @@ class RequestFields(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: PositiveInt | None = None
+    n: NumChoices | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     return_token_ids: bool | None = None
     cache_salt: Salt | None = None
+
+    def num_choices(self) -> int:
+        """How many answers to each prompt."""
+        return 1 if self.n is None else self.n
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings; null, "" and empty entries ask for none."""
@@ -117,6 +122,7 @@ class CompletionRequest(RequestFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    best_of: PositiveInt | None = None
 
     def prompts(self) -> list[str | TokenIds]:
         """The prompts, each a text or token ids. Raises :class:`InvalidRequestError` for empty or mixed ones."""
@@ -135,6 +141,8 @@ class CompletionRequest(RequestFields, kw_only=True):
             )
         if not all(found):
             raise InvalidRequestError("`prompt` must not be empty.", param="prompt")
+        if len(found) * self.num_choices() > MAX_ANSWERS:
+            raise InvalidRequestError(f"`prompt` times `n` must not be over {MAX_ANSWERS} answers.", param="n")
         return found
 
 
@@ -232,6 +240,9 @@ def decode_completion(body: bytes) -> CompletionRequest:
     _check_unsupported(body, _UNSUPPORTED_COMPLETION)
     request = _decode(_completion_decoder, body)
     _check_shared(request)
+    if request.best_of not in (None, 1, request.n):
+        text = "`best_of` must be 1 or equal to `n`: answers that are not returned are not generated."
+        raise InvalidRequestError(text, param="best_of")
     return request
 
 
@@ -266,8 +277,6 @@ def _unsupported(field: str, value: Any) -> InvalidRequestError:
 
 
 def _check_shared(request: RequestFields) -> None:
-    if request.n is not None and request.n > 1:
-        raise InvalidRequestError("n > 1 is not supported yet", param="n")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("`stream_options` needs `stream`: true.", param="stream_options")
     stops = request.stops()

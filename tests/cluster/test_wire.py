@@ -17,11 +17,13 @@ from cluster.wire import (
     WIRE_VERSION,
     Acknowledged,
     Cancel,
+    CancelChoice,
     Cancelled,
     Capsule,
     Commit,
     Envelope,
     Failed,
+    FirstToken,
     Granted,
     Message,
     NodeLoad,
@@ -32,6 +34,7 @@ from cluster.wire import (
     Pong,
     Refused,
     Reserve,
+    StartedChoice,
     Submit,
     Ticket,
     Token0,
@@ -54,6 +57,7 @@ EVERYTHING = SamplingParams(
     min_p=0.05,
     seed=-1,
     choice=3,
+    num_choices=128,
     stop_token_ids=(1, 2),
     min_tokens=4,
     repetition_penalty=1.1,
@@ -64,6 +68,7 @@ EVERYTHING = SamplingParams(
     banned_token_ids=(6,),
     num_logprobs=20,
 )
+CAPSULE = Capsule(40, (StartedChoice(0, 7),), 1, (5, 6), SAMPLING)
 TICKET = Ticket(DECODE, "layout", 16, 3, b"\x00\xff")
 MESSAGES: list[Message] = [
     Reserve(KEY, Party("p", 0, "tcp://[::1]:1"), 40, NAME, (NAME, NAME), SAMPLING, 30.0, 2),
@@ -71,14 +76,34 @@ MESSAGES: list[Message] = [
     Refused(KEY, "full", 0.25),
     Refused(KEY, "never", None),
     Submit(KEY, (0, 2**32 - 1), (NAME,), SAMPLING, TICKET, 30.0),
-    Token0(KEY, 7, None, 16, 0.1, 0.2),
-    Token0(KEY, 7, "stop", 16, 0.1, 0.2, TokenLogprobs(-0.25, ((7, -0.25), (2**32 - 1, -9999.0)))),
-    Commit(KEY, Capsule(40, 7, 1, (5, 6), SAMPLING)),
-    Commit(KEY, Capsule(40, 7, 1, (5, 6), EVERYTHING, PenaltyCounts((5, 6), ((7, 1),)))),
+    Token0(KEY, (FirstToken(0, 7, None),), 16, 0.1, 0.2),
+    Token0(
+        KEY,
+        (
+            FirstToken(3, 7, "stop", TokenLogprobs(-0.25, ((7, -0.25), (2**32 - 1, -9999.0)))),
+            FirstToken(4, 8, None, TokenLogprobs(-0.5)),
+        ),
+        16,
+        0.1,
+        0.2,
+    ),
+    Commit(KEY, CAPSULE),
+    Commit(
+        KEY,
+        Capsule(
+            40,
+            (StartedChoice(3, 7), StartedChoice(5, 2**32 - 1)),
+            1,
+            (5, 6),
+            EVERYTHING,
+            PenaltyCounts((5, 6), ((7, 1),)),
+        ),
+    ),
     Acknowledged(KEY),
-    Tokens(3, (TokenItem(KEY, 1, (8,), None), TokenItem(KEY, 2, (9, 10), "stop"))),
+    Tokens(3, (TokenItem(KEY, 1, (8,), None), TokenItem(KEY, 2, (9, 10), "stop", choice=2))),
     Tokens(3, (TokenItem(KEY, 1, (8, 9), None, (TokenLogprobs(0.0), TokenLogprobs(-1.0, ((8, -0.5),)))),)),
     Cancel(KEY),
+    CancelChoice(KEY, 2),
     Cancelled(KEY, 4, 2),
     Failed(KEY, "transfer_failed", "blöcke"),
     PeerDown("decode-0", 5),
@@ -195,11 +220,15 @@ def test_values_no_node_could_compute_with_are_refused(message: Message, field: 
         ("logit_bias", [[1]]),
         ("allowed_token_ids", [-1]),
         ("banned_token_ids", [2**32]),
+        ("num_choices", 0),
+        ("num_choices", 129),
+        ("num_choices", True),
+        ("num_choices", 2.0),
         ("surprise", 1),
     ],
 )
 def test_options_no_sampler_could_compute_with_are_refused(field: str, value: object) -> None:
-    envelope = as_data(Commit(KEY, Capsule(40, 7, 1, (5, 6), EVERYTHING)))
+    envelope = as_data(Commit(KEY, msgspec.structs.replace(CAPSULE, sampling=EVERYTHING)))
     envelope["body"]["capsule"]["sampling"][field] = value
     with pytest.raises(WireError):
         decode(frame_of(envelope))
@@ -209,10 +238,28 @@ def test_options_nobody_asked_for_take_no_bytes() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams(max_tokens=8))) == {"max_tokens": 8}
 
 
+@pytest.mark.parametrize("count", [0, 129])
+def test_no_choices_and_too_many_are_refused(count: int) -> None:
+    token0 = as_data(Token0(KEY, (FirstToken(0, 7, None),), 16, 0.1, 0.2))
+    token0["body"]["choices"] *= count
+    commit = as_data(Commit(KEY, CAPSULE))
+    commit["body"]["capsule"]["choices"] *= count
+    for envelope in (token0, commit):
+        with pytest.raises(WireError):
+            decode(frame_of(envelope))
+
+
+def test_each_choice_is_asked_for_as_if_alone() -> None:
+    alone = msgspec.structs.replace(EVERYTHING, num_choices=1)
+    assert alone.choices() == (alone,)
+    three = msgspec.structs.replace(EVERYTHING, num_choices=3)
+    assert three.choices() == tuple(msgspec.structs.replace(alone, choice=choice) for choice in (3, 4, 5))
+
+
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf, -10_000.0, 0.1])
 def test_logprobs_clients_cannot_read_are_refused(logprob: float) -> None:
-    envelope = as_data(Token0(KEY, 7, None, 16, 0.1, 0.2, TokenLogprobs(-1.0)))
-    envelope["body"]["logprobs"][0] = logprob
+    envelope = as_data(Token0(KEY, (FirstToken(0, 7, None, TokenLogprobs(-1.0)),), 16, 0.1, 0.2))
+    envelope["body"]["choices"][0][3][0] = logprob
     with pytest.raises(WireError):
         decode(frame_of(envelope))
 

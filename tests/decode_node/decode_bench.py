@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import count
 from typing import TypeVar
 
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams
-from cluster.wire import Capsule, Commit, Message, Party, Reserve
+from cluster.wire import Capsule, Commit, Message, Party, Reserve, StartedChoice
 from decode_node.reservation import DecodeSettings
 from decode_node.scheduler import DecodeState
 from engine.block_pool import BlockPool
@@ -26,6 +26,7 @@ DECODE = Party("D", 3, "tcp://127.0.0.1:3")
 BLOCK_SIZE = 4
 SEED = seed_hash("layout")
 KIND = TypeVar("KIND")
+NONE: frozenset[int] = frozenset()
 SETTINGS = DecodeSettings(block_size=BLOCK_SIZE, num_blocks=8, max_num_seqs=3, max_model_len=40, fingerprint="layout")
 
 
@@ -52,6 +53,7 @@ def make_reserve(
     name: str = "r",
     max_tokens: int = 5,
     num_emitted: int = 0,
+    num_choices: int = 1,
     stop: tuple[int, ...] = (),
     deadline_s: float = 60.0,
 ) -> Reserve:
@@ -62,17 +64,20 @@ def make_reserve(
         prompt_len=len(token_ids),
         seed_hash=SEED,
         block_hashes=block_hashes(SEED, token_ids, BLOCK_SIZE),
-        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop),
+        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop, num_choices=num_choices),
         deadline_s=deadline_s,
         num_emitted=num_emitted,
     )
 
 
-def make_commit(reserve: Reserve, prompt: int | Sequence[int] = 10, token0: int = 100) -> Commit:
-    """What P sends for ``reserve``."""
+def make_commit(
+    reserve: Reserve, prompt: int | Sequence[int] = 10, token0: int = 100, ended: Set[int] = NONE
+) -> Commit:
+    """What P sends for ``reserve`` if token 0 was the end of the choices ``ended``; choice i begins with token0 + i."""
     token_ids = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     tail = token_ids[len(token_ids) // BLOCK_SIZE * BLOCK_SIZE :]
-    capsule = Capsule(len(token_ids), token0, reserve.num_emitted + 1, tail, reserve.sampling)
+    started = tuple(StartedChoice(i, token0 + i) for i in range(reserve.sampling.num_choices) if i not in ended)
+    capsule = Capsule(len(token_ids), started, reserve.num_emitted + 1, tail, reserve.sampling)
     return Commit(reserve.key, capsule)
 
 
@@ -127,12 +132,18 @@ class DecodeBench:
         self._checked([])
         for chunk in plan.chunks:
             written = chunk.block_table[chunk.start // BLOCK_SIZE]
-            assert self.pool.is_writable(written, str(chunk.key))
+            assert chunk.sampling is not None
+            names = (str(chunk.key), f"{chunk.key}/{chunk.sampling.choice}")
+            assert any(self.pool.is_writable(written, name) for name in names)
         return plan
 
     def finish(self, plan: StepPlan, token_id: int = 101, failed: Sequence[str] = ()) -> list[Instruction]:
         failures = tuple(FailedSequence(key(name), "the model's output is not finite") for name in failed)
-        tokens = tuple(SampledToken(chunk.key, token_id) for chunk in plan.chunks if chunk.key.request_id not in failed)
+        tokens = tuple(
+            SampledToken(chunk.key, token_id, choice=chunk.sampling.choice)
+            for chunk in plan.chunks
+            if chunk.sampling is not None and chunk.key.request_id not in failed
+        )
         return self.finish_with(StepResult(tokens, failures, 0.1))
 
     def finish_with(self, result: StepResult) -> list[Instruction]:

@@ -27,6 +27,7 @@ from cluster.wire import (
     Cancel,
     Commit,
     Failed,
+    FirstToken,
     Granted,
     PenaltyCounts,
     Ping,
@@ -122,9 +123,7 @@ def test_a_stop_token_ends_it_and_is_the_last_token(bench: DecodeBench) -> None:
 def test_penalties_count_on_from_the_capsule(bench: DecodeBench) -> None:
     sampling = SamplingParams(max_tokens=9, repetition_penalty=1.1)
     reserve = msgspec.structs.replace(make_reserve(4), sampling=sampling)
-    capsule = msgspec.structs.replace(
-        make_commit(reserve, 4).capsule, penalty_counts=PenaltyCounts((0, 1, 2, 3), ((100, 1),))
-    )
+    capsule = msgspec.structs.replace(make_commit(reserve, 4).capsule, penalty_counts=PenaltyCounts((0, 1, 2, 3), ()))
     bench.message(reserve)
     bench.arrived(1, 0)
     bench.message(Commit(key(), capsule), PREFILL)
@@ -140,9 +139,7 @@ def test_penalties_count_on_from_the_capsule(bench: DecodeBench) -> None:
     bench.finish(plan)
 
 
-@pytest.mark.parametrize(
-    ("penalty", "counts"), [(1.0, PenaltyCounts((), ((100, 1),))), (1.5, None)], ids=["unasked", "missing"]
-)
+@pytest.mark.parametrize(("penalty", "counts"), [(1.0, PenaltyCounts((), ())), (1.5, None)], ids=["unasked", "missing"])
 def test_a_capsule_without_the_counts_it_needs_is_refused(
     bench: DecodeBench, penalty: float, counts: PenaltyCounts | None
 ) -> None:
@@ -262,6 +259,6 @@ def test_a_ping_is_answered_with_what_is_not_promised(bench: DecodeBench) -> Non
 
 def test_foreign_messages_are_ignored(bench: DecodeBench) -> None:
     assert bench.message(Acknowledged(key())) == []
-    assert bench.message(Token0(key(), 1, None, 0, 0.0, 0.0), PREFILL) == []
+    assert bench.message(Token0(key(), (FirstToken(0, 1, None),), 0, 0.0, 0.0), PREFILL) == []
     assert bench.message(Commit(key("nobody"), make_commit(make_reserve(4), 4).capsule), PREFILL) == []
     assert bench.arrived(77, 0) == bench.withdrawn(77) == []

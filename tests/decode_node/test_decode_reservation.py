@@ -104,6 +104,34 @@ def test_a_free_cached_block_costs_as_much_as_any_a_shared_one_nothing() -> None
     assert isinstance(find_room(reserve, SETTINGS, with_cached(8, 4, owned=True), num_held=1, num_promised=4), Room)
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "num_choices", "missing", "growth"),
+    [
+        (4, 1, 3, 1, 0),  # all end at token 0: nothing is stored
+        (6, 1, 3, 2, 0),
+        (4, 2, 3, 1, 3),  # a block for each
+        (6, 2, 3, 2, 2),  # the partial block is one choice's, and copied for two
+        (6, 3, 3, 2, 2),
+        (6, 4, 3, 2, 5),
+        (7, 6, 2, 2, 3),
+        (1, 5, 3, 1, 5),
+    ],
+)
+def test_room_for_several_choices(
+    prompt_len: int, max_tokens: int, num_choices: int, missing: int, growth: int
+) -> None:
+    reserve = make_reserve(prompt_len, max_tokens=max_tokens, num_choices=num_choices)
+    room = find_room(reserve, SETTINGS, BlockPool(8), num_held=0, num_promised=0)
+    assert isinstance(room, Room)
+    assert (room.num_missing, room.growth) == (missing, growth)
+    smaller = replace(SETTINGS, num_blocks=missing + growth - 1)
+    never = find_room(reserve, smaller, BlockPool(8), num_held=0, num_promised=0)
+    assert isinstance(never, NoRoom)
+    assert never.retry_after_s is None
+    later = find_room(reserve, SETTINGS, BlockPool(8), num_held=0, num_promised=9 - missing - growth)
+    assert later == NoRoom("not enough free KV blocks", FULL_RETRY_S)
+
+
 @given(
     prompt_len=st.integers(1, 40),
     max_tokens=st.integers(1, 40),

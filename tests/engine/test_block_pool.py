@@ -212,7 +212,31 @@ def test_the_directory_hears_of_net_changes(
     assert pool.drain_name_changes() == ([], [])
 
 
-@given(st.lists(st.tuples(st.sampled_from("asnfrqed"), st.integers(0, 5), st.integers(0, 5)), max_size=60))
+def test_a_fork_shares_blocks_with_and_without_names_until_the_last_lets_go(pool: BlockPool) -> None:
+    blocks = pool.allocate(2, "a")
+    pool.name(blocks[0], b"x")
+    generations = [pool.generation(block_id) for block_id in blocks]
+    pool.fork(blocks, "a", ["a/0", "a/1", "a/2"])
+    assert {report.owners for report in pool.report()} == {("a/0", "a/1", "a/2")}
+    assert not pool.is_writable(blocks[1], "a/0")
+    with pytest.raises(BlockPoolError, match="does not own"):
+        pool.release(blocks, "a")
+    assert pool.release(blocks, "a/1") == pool.release(blocks, "a/0") == 0
+    assert pool.is_writable(blocks[1], "a/2")
+    assert [pool.generation(block_id) for block_id in blocks] == generations
+    assert pool.release(blocks, "a/2") == 2
+    assert pool.match([b"x"]) == blocks[:1]
+
+
+def test_only_an_owner_forks_and_only_into_somebody_new(pool: BlockPool) -> None:
+    blocks = pool.allocate(1, "a")
+    for owner, forks in (("b", ["b/0"]), ("a", []), ("a", ["c", "c"])):
+        with pytest.raises(BlockPoolError):
+            pool.fork(blocks, owner, forks)
+    pool.release(blocks, "c")
+
+
+@given(st.lists(st.tuples(st.sampled_from("asnfrqedk"), st.integers(0, 5), st.integers(0, 5)), max_size=60))
 def test_no_order_of_calls_breaks_the_books(calls: list[tuple[str, int, int]]) -> None:
     pool = BlockPool(4)
     held: dict[str, list[int]] = {f"o{i}": [] for i in range(6)}
@@ -233,6 +257,11 @@ def test_no_order_of_calls_breaks_the_books(calls: list[tuple[str, int, int]]) -
         elif call == "r":
             pool.release(blocks, owner)
             held[owner] = []
+        elif call == "k":
+            forks = [fork for fork in dict.fromkeys((f"o{number}", f"o{(number + 1) % 6}")) if not held[fork]]
+            if forks:
+                pool.fork(blocks, owner, forks)
+                held |= {fork: list(blocks) for fork in forks} | {owner: []}
         elif call == "q":
             private = [block_id for block_id in blocks if pool.is_writable(block_id, owner)]
             pool.quarantine(private, owner)

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.kv_cache import DeviceKVCache, KVCache, kv_cache  # noqa: E402
+from engine.step import BlockCopy  # noqa: E402
 from kvtransfer.layout import BlockLayout  # noqa: E402
 
 
@@ -75,7 +76,7 @@ def test_blocks_go_to_a_gpu_and_come_back() -> None:
     cache = kv_cache(BlockLayout("float32", 16, 2, 3, 8), 3, torch.device("cuda"))
     cache.as_bytes()[1] = 7
     cache.from_host([1])
-    cache.pool[2].copy_(cache.pool[1])
+    cache.copy_blocks([BlockCopy(1, 2)])
     torch.cuda.synchronize()
     cache.to_host([2])
     assert (cache.as_bytes()[2] == 7).all()

@@ -88,10 +88,11 @@ def split(prefill: ModelRunner, decode: ModelRunner, sampling: SamplingParams) -
     tokens = [step(prefill, PROMPT, 0, {"sampling": sampling, "history": history})]
     counts = None
     if history is not None:
-        history.append(tokens[0].token_id)
         counts = msgspec.msgpack.decode(msgspec.msgpack.encode(history.counts()), type=PenaltyCounts)
     decode.cache.pool.copy_(prefill.cache.pool)
     history = TokenHistory.of_counts(counts)
+    if history is not None:
+        history.append(tokens[0].token_id)
     for num_generated in range(1, sampling.max_tokens):
         options = {"sampling": sampling, "num_generated": num_generated, "history": history}
         tokens.append(step(decode, [tokens[-1].token_id], len(PROMPT) + num_generated - 1, options))

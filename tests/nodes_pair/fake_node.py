@@ -47,7 +47,9 @@ def next_token(
 ) -> int:
     """The "model": depends on every token before it, on how many are output, and on what penalties are told."""
     seen = None if counts is None else sorted(counts.items())
-    digest = blake2b(repr((list(token_ids), sampling.seed, num_generated, seen)).encode(), digest_size=4).digest()
+    digest = blake2b(
+        repr((list(token_ids), sampling.seed, sampling.choice, num_generated, seen)).encode(), digest_size=4
+    ).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
@@ -64,7 +66,7 @@ def logprobs_of(sampling: SamplingParams, token_id: int) -> TokenLogprobs | None
 
 
 def expected_answer(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
-    """What any correct cluster answers."""
+    """What any correct cluster answers if one choice is asked for."""
     output: list[int] = []
     while True:
         counts = counts_of(sampling, prompt, output)
@@ -145,6 +147,8 @@ class Node:
         """Plan a step; from here on its blocks are being written. Without a plan the node sleeps until an event."""
         self.plan = self.state.schedule(self._clock())
         self.idle = self.plan is None
+        for source, target in self.plan.copies if self.plan is not None else ():
+            self.memory.blocks[target][:] = self.memory.blocks[source]
         for chunk in self.plan.chunks if self.plan is not None else ():
             self._check_chunk(chunk)
             for position in range(chunk.start, chunk.position):
@@ -165,14 +169,18 @@ class Node:
                 assert min(context) >= 0, f"{chunk.key} attends to slots nobody wrote: {context}"
                 history = chunk.history
                 counts = None if history is None else dict(zip(*(a.tolist() for a in history.arrays()), strict=True))
-                token_id = next_token(context, chunk.sampling, chunk.num_generated, counts)
-                tokens.append(SampledToken(chunk.key, token_id, logprobs_of(chunk.sampling, token_id)))
+                for each in chunk.sampling.choices():
+                    token_id = next_token(context, each, chunk.num_generated, counts)
+                    tokens.append(SampledToken(chunk.key, token_id, logprobs_of(each, token_id), each.choice))
         self._take_in(StepFinished(StepResult(tuple(tokens), tuple(failed), 0.0)))
 
     def _check_chunk(self, chunk: SequenceChunk) -> None:
         for index in range(chunk.start // BLOCK_SIZE, -(-chunk.position // BLOCK_SIZE)):
             block_id = chunk.block_table[index]
-            assert self.pool.is_writable(block_id, str(chunk.key)), f"{chunk.key} writes block {block_id}"
+            names = [str(chunk.key)]
+            if self.role == "decode" and chunk.sampling is not None:
+                names.append(f"{chunk.key}/{chunk.sampling.choice}")
+            assert any(self.pool.is_writable(block_id, name) for name in names), f"{chunk.key} writes block {block_id}"
             assert block_id not in self.plane.being_read(), f"{chunk.key} writes block {block_id} while it is sent"
 
     # --- as engine.node does it ---

@@ -12,6 +12,7 @@ from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams
 from cluster.wire import (
     Cancel,
+    CancelChoice,
     Cancelled,
     Failed,
     Granted,
@@ -33,7 +34,11 @@ SEED = seed_hash(FINGERPRINT)
 
 @dataclass
 class Job:
-    """One dispatch as its client sees it. ``ending`` is written once."""
+    """One dispatch as its client sees it. ``ending`` is written once.
+
+    ``answers`` are the tokens of each choice, ``waiting`` the choices that have not ended, ``dropped`` those that the
+    router ended itself.
+    """
 
     key: RequestKey
     prompt: tuple[int, ...]
@@ -43,10 +48,27 @@ class Job:
     deadline_s: float
     granted: Granted | None = None
     cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    begun: bool = False
     early: list[TokenItem] = field(default_factory=list)
     ending: str | None = None
     unconfirmed: set[Party] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.answers = {each.choice: [] for each in self.sampling.choices()}
+        self.waiting = set(self.answers)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first choice's."""
+        return self.answers[self.sampling.choice]
+
+    @property
+    def decoding(self) -> bool:
+        """True once the decode node has spoken for it."""
+        return any(len(token_ids) > 1 for token_ids in self.answers.values())
 
     def names(self) -> tuple[bytes, ...]:
         return block_hashes(SEED, self.prompt, BLOCK_SIZE)
@@ -85,6 +107,15 @@ class Router:
     def cancel(self, job: Job) -> None:
         self._end(job, "cancelled", cancel=True)
 
+    def drop(self, job: Job, choice: int) -> None:
+        """One choice has met its stop string; the last one ends the request."""
+        job.waiting.remove(choice)
+        job.dropped.add(choice)
+        if job.waiting:
+            self._post(self.party, job.decode, CancelChoice(job.key, choice))
+        else:
+            self._end(job, "finished", cancel=True)
+
     def repeat_cancels(self) -> None:
         for job in self.jobs.values():
             for party in job.unconfirmed:
@@ -100,7 +131,7 @@ class Router:
         for party in dict.fromkeys([lost, *parties]):
             self._post(self.party, party, PeerDown(lost.id, lost.epoch))
         for job in self.jobs.values():
-            done = job.prefill == lost and len(job.token_ids) > 1
+            done = job.prefill == lost and job.decoding
             if job.ending is None and lost in (job.prefill, job.decode) and not done:
                 self._end(job, "failed: node lost", cancel=True)
             job.unconfirmed.discard(lost)
@@ -125,9 +156,10 @@ class Router:
             case Failed(_key, code) if job.ending is None:
                 self._end(job, f"failed: {code}", cancel=True)
             case Failed():
-                # A decode node need not know yet that the request ended at token 0.
-                lost = (job.decode.id, job.decode.epoch) in self.dead or len(job.token_ids) == 1
-                assert job.ending != "finished" or lost, f"{message} after a complete answer"
+                # A decode node need not know yet that the request ended at token 0, or that nobody reads it any more.
+                unaware = not job.decoding or bool(job.dropped)
+                lost = (job.decode.id, job.decode.epoch) in self.dead
+                assert job.ending != "finished" or lost or unaware, f"{message} after a complete answer"
             case Token0():
                 self._first(job, message)
 
@@ -147,29 +179,38 @@ class Router:
     def _first(self, job: Job, token0: Token0) -> None:
         if job.ending is not None:
             return
-        assert not job.token_ids, "a second token 0"
+        assert not job.begun, "a second token 0"
+        assert [first.choice for first in token0.choices] == list(job.answers)
+        job.begun = True
         job.cached_tokens = token0.cached_tokens
-        logprobs = () if token0.logprobs is None else (token0.logprobs,)
-        self._relay(job, TokenItem(job.key, 0, (token0.token_id,), token0.finish_reason, logprobs))
+        for first in token0.choices:
+            logprobs = () if first.logprobs is None else (first.logprobs,)
+            item = TokenItem(job.key, 0, (first.token_id,), first.finish_reason, logprobs, first.choice)
+            self._relay(job, item)
         early, job.early = job.early, []
         for item in early:
             self._relay(job, item)
 
     def _relay(self, job: Job, item: TokenItem) -> None:
-        if job.ending is not None:
+        if job.ending is not None or item.choice in job.dropped:
             return
-        if item.index and not job.token_ids:
+        if not job.begun:
             job.early.append(item)
             return
-        assert item.index == len(job.token_ids), f"gap: {item} after {len(job.token_ids)} tokens"
-        job.token_ids += item.token_ids
+        assert item.choice in job.waiting, f"{item} after the end of its choice"
+        token_ids = job.answers[item.choice]
+        assert item.index == len(token_ids), f"gap: {item} after {len(token_ids)} tokens"
+        token_ids += item.token_ids
         wanted = [logprobs_of(job.sampling, token_id) for token_id in item.token_ids]
         assert list(item.logprobs) == [each for each in wanted if each is not None]
-        answer, reason = expected_answer(job.prompt, job.sampling)
-        assert job.token_ids == answer[: len(job.token_ids)], f"{job.key}: {job.token_ids}, right is {answer}"
+        alone = next(each for each in job.sampling.choices() if each.choice == item.choice)
+        answer, reason = expected_answer(job.prompt, alone)
+        assert token_ids == answer[: len(token_ids)], f"{job.key}/{item.choice}: {token_ids}, right is {answer}"
         if item.finish_reason is not None:
-            assert (job.token_ids, item.finish_reason) == (answer, reason)
-            self._end(job, "finished", cancel=False)
+            assert (token_ids, item.finish_reason) == (answer, reason)
+            job.waiting.remove(item.choice)
+            if not job.waiting:
+                self._end(job, "finished", cancel=bool(job.dropped))
 
     def _end(self, job: Job, ending: str, *, cancel: bool) -> None:
         job.ending = ending

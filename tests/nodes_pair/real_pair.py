@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from cluster.prefix_hash import block_hashes, seed_hash
-from cluster.request import RequestId, RequestKey, SamplingParams
+from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
 from cluster.wire import Cancelled, Envelope, Failed, Granted, Message, Party, Reserve, Submit, Token0, Tokens
 from decode_node.reservation import DecodeSettings
 from decode_node.scheduler import DecodeState
@@ -28,6 +28,7 @@ from engine.model_config import ModelConfig
 from engine.node import NodeLoop
 from engine.runner import ModelRunner
 from engine.weights import load_weights
+from kernels.backend import Backend
 from kernels.reference import Reference
 from kvtransfer.select import open_plane
 from kvtransfer.ticket import new_ticket_id
@@ -41,6 +42,7 @@ MAX_MODEL_LEN = 64
 FINGERPRINT = "tiny"
 SEED = seed_hash(FINGERPRINT)
 DEADLINE_S = 30.0
+Answer = list[tuple[int, TokenLogprobs | None]]
 
 
 class Hub:
@@ -123,8 +125,13 @@ class RealPair:
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> list[int] | Failed:
         """The answer, or why there is none; raises TimeoutError if neither comes."""
+        answers = await self.ask_choices(prompt, SamplingParams(max_tokens=max_tokens))
+        return answers if isinstance(answers, Failed) else [item[0] for item in answers[0]]
+
+    async def ask_choices(self, prompt: Sequence[int], sampling: SamplingParams) -> dict[int, Answer] | Failed:
+        """Every choice's tokens with their log-probabilities, or why there are none."""
         async with asyncio.timeout(DEADLINE_S):
-            return await self._ask(tuple(prompt), SamplingParams(max_tokens=max_tokens))
+            return await self._ask(tuple(prompt), sampling)
 
     async def at_rest(self) -> None:
         """Until both nodes hold no request."""
@@ -132,7 +139,7 @@ class RealPair:
             while self.prefill.state.report() or self.decode.state.report():  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.005)
 
-    async def _ask(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int] | Failed:
+    async def _ask(self, prompt: tuple[int, ...], sampling: SamplingParams) -> dict[int, Answer] | Failed:
         key, send = next(self._names), self._router.send
         inbox = self._inboxes[key] = asyncio.Queue()
         names = block_hashes(SEED, prompt, BLOCK_SIZE)
@@ -141,35 +148,46 @@ class RealPair:
         granted = await inbox.get()
         assert isinstance(granted, Granted), granted
         send(prefill, Submit(key, prompt, names, sampling, granted.ticket, DEADLINE_S))
-        answer: list[int] = []
+        answers: dict[int, Answer] = {each.choice: [] for each in sampling.choices()}
+        open_choices, begun = set(answers), False
         while True:
             match await inbox.get():
                 case Failed() as failed:
                     return failed
-                case Token0(_key, token_id):
-                    answer.insert(0, token_id)
+                case Token0(_key, choices):
+                    begun = True
+                    for first in choices:
+                        answers[first.choice].insert(0, (first.token_id, first.logprobs))
+                        if first.finish_reason is not None:
+                            open_choices.remove(first.choice)
                 case Tokens(_step, items):
-                    answer += [token for item in items if item.key == key for token in item.token_ids]
+                    for item in items:
+                        if item.key == key:
+                            answers[item.choice] += zip_longest(item.token_ids, item.logprobs)
+                            if item.finish_reason is not None:
+                                open_choices.remove(item.choice)
                 case Cancelled():
                     pass
-            if len(answer) == sampling.max_tokens:
-                return answer
+            if begun and not open_choices:
+                return answers
 
 
-def tiny_model(directory: Path) -> LlamaModel:
+def tiny_model(directory: Path, ops: Backend | None = None) -> LlamaModel:
     (directory / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors(), directory / "model.safetensors")
     config = ModelConfig.from_directory(directory)
-    return LlamaModel(config, load_weights(directory, config, Reference()))
+    return LlamaModel(config, load_weights(directory, config, ops or Reference()))
 
 
 @asynccontextmanager
-async def real_pair(directory: Path, scheme: str, digest: str = "sampled") -> AsyncIterator[RealPair]:
+async def real_pair(
+    directory: Path, scheme: str, digest: str = "sampled", backend: Callable[[], Backend] = Reference
+) -> AsyncIterator[RealPair]:
     """Both nodes run; afterwards they hold nothing."""
     torch.set_num_threads(1)
-    hub, model = Hub(), tiny_model(directory)
-    prefill = RealNode(model, hub.open("P"), scheme, digest, "prefill")
-    decode = RealNode(tiny_model(directory), hub.open("D"), scheme, digest, "decode")
+    hub = Hub()
+    prefill = RealNode(tiny_model(directory, backend()), hub.open("P"), scheme, digest, "prefill")
+    decode = RealNode(tiny_model(directory, backend()), hub.open("D"), scheme, digest, "decode")
     pair = RealPair(hub, prefill, decode)
     try:
         tasks = [asyncio.create_task(work()) for work in (prefill.run, decode.run, pair.listen)]

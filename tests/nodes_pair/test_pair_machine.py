@@ -1,8 +1,9 @@
 """Any order of events: two routers, two prefill and two decode nodes, and a hypothesis that picks what is next.
 
 Channels keep the order of each (sender, receiver) pair and no other. Nodes die and come back as other lives, routers
-cancel and fall silent, connections break with blocks on them, steps fail. After every rule all rules of ownership
-hold (:meth:`World.check`, and the checks inside the fakes); at the end nothing is left and everybody was answered.
+cancel (a request, or one of its choices) and fall silent, connections break with blocks on them, steps fail. After
+every rule all rules of ownership hold (:meth:`World.check`, and the checks inside the fakes); at the end nothing is
+left and everybody was answered.
 Blocks are damaged on their way, and what nobody holds is overwritten after every rule: neither may reach an answer.
 """
 
@@ -36,6 +37,8 @@ samplings = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.2]),
     presence_penalty=st.sampled_from([0.0, 0.5]),
     num_logprobs=st.sampled_from([None, 1]),
+    choice=st.sampled_from([0, 0, 5]),
+    num_choices=st.sampled_from([1, 1, 2, 3]),
 )
 
 
@@ -61,6 +64,16 @@ class PairMachine(RuleBasedStateMachine):
         jobs = [(router, job) for router in self.world.routers for job in router.open_jobs()]
         router, job = jobs[pick % len(jobs)]
         router.cancel(job)
+
+    @precondition(lambda self: any(router.open_jobs() for router in self.world.routers))
+    @rule(pick=picks)
+    def one_choice_meets_its_stop_string(self, pick: int) -> None:
+        """At any time, token 0 there or not: the node must not rely on more."""
+        jobs = [(router, job) for router in self.world.routers for job in router.open_jobs() if job.granted]
+        if jobs:
+            router, job = jobs[pick % len(jobs)]
+            waiting = sorted(job.waiting)
+            router.drop(job, waiting[pick // 7 % len(waiting)])
 
     # --- what goes on ---
 

@@ -18,8 +18,10 @@ def random_request(rng: random.Random) -> tuple[tuple[int, ...], SamplingParams]
     base = [family.randrange(VOCABULARY) for _ in range(MAX_MODEL_LEN)]
     prompt = tuple(base[: rng.randint(1, 20)]) + tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3)))
     stops = tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 2])))
+    num_choices = rng.choice([1, 1, 1, 2, 3])
     return prompt, SamplingParams(
-        max_tokens=rng.randint(1, 12),
+        max_tokens=rng.randint(1, 12 // num_choices),
+        num_choices=num_choices,
         seed=rng.randrange(5),
         stop_token_ids=stops,
         repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
@@ -135,6 +137,24 @@ def test_penalties_know_what_one_node_would_know(prompt_len: int, options: dict[
     world.drain(random.Random(5))
 
 
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("num_choices", [2, 3, 4])
+def test_several_choices_cost_one_prefill_and_one_transfer(prompt_len: int, num_choices: int) -> None:
+    """The router of the simulation compares each with what the same choice is alone."""
+    world = World(num_prefill=1, num_decode=1, num_routers=1)
+    pair = (world.nodes["P0"].party, world.nodes["D0"].party)
+    sampling = SamplingParams(max_tokens=5, seed=3, num_choices=num_choices, repetition_penalty=1.2)
+    job = world.routers[0].start(tuple(range(prompt_len)), sampling, pair, 60.0)
+    world.settle(random.Random(6))
+    assert job.ending == "finished"
+    assert [len(answer) for answer in job.answers.values()] == [5] * num_choices
+    prefill, decode = (world.nodes[name].state.counters() for name in ("P0", "D0"))
+    assert prefill["prefill_computed_tokens_total"] == prompt_len
+    assert decode["prompt_blocks_received_total"] == -(-prompt_len // BLOCK_SIZE)
+    assert decode["decode_computed_tokens_total"] == 4 * num_choices
+    world.drain(random.Random(6))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_chaos_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
@@ -150,6 +170,9 @@ def test_chaos_leaves_nothing_behind(seed: int) -> None:
             world.check()
         if rng.random() < 0.2 and router.open_jobs():
             router.cancel(rng.choice(router.open_jobs()))
+        if rng.random() < 0.3 and (granted := [job for job in router.open_jobs() if job.granted]):
+            job = rng.choice(granted)
+            router.drop(job, rng.choice(sorted(job.waiting)))
         if rng.random() < 0.15 and world.wires():
             rng.choice(world.wires()).cut("the cable was pulled")
         if rng.random() < 0.1:

@@ -14,6 +14,7 @@ from fake_router import Router
 from cluster.wire import Message, Party, Ping
 from decode_node.intake import IntakeState
 from decode_node.scheduler import DecodeState
+from engine.audit import Held
 from kvtransfer.ticket import PeerId
 
 Move = Callable[[], None]
@@ -114,7 +115,7 @@ class World:
             if isinstance(node.state, DecodeState):
                 self._check_decode(node, node.state)
             else:
-                self._check_owners(node, {h.owner: (h.block_table, []) for h in node.state._table})
+                self._check_owners(node, {h.owner: Held(h.block_table) for h in node.state._table})
 
     def poison(self) -> None:
         """Overwrite every block that holds nothing of use: free ones no lookup can find, and those in quarantine."""
@@ -125,12 +126,16 @@ class World:
 
     def _check_decode(self, node: Node, state: DecodeState) -> None:
         intakes = list(state._table)
-        self._check_owners(node, {i.owner: (i.block_table, i.quarantined) for i in intakes})
+        self._check_owners(node, {owner: held for i in intakes for owner, held in i.holdings().items()})
         promised = state._table.promised
-        assert promised == sum(intake.growth_left for intake in intakes)
+        growths = [each.growth_left for intake in intakes for each in (intake, *intake.branches)]
+        assert promised == sum(growths)
         assert 0 <= promised <= node.pool.num_free
-        assert all(intake.growth_left >= 0 for intake in intakes)
+        assert all(growth >= 0 for growth in growths)
         for intake in intakes:
+            assert not (intake.branches and (intake.block_table or intake.choices)), "forked, and yet of one piece"
+            assert all(branch.generating or branch.in_step for branch in intake.branches)
+            assert not intake.active or intake.num_live or intake.in_step, "nobody waits for this request"
             if intake.state in (IntakeState.RUNNABLE, IntakeState.RUNNING):
                 assert intake.covered
                 assert intake.capsule is not None
@@ -139,14 +144,14 @@ class World:
             assert len(owners) == 1, f"block {block_id} can be written for a ticket of nobody"
             assert owners[0].quarantined or node.pool.is_writable(block_id, owners[0].owner)
 
-    def _check_owners(self, node: Node, claimed: dict[str, tuple[list[int], list[int]]]) -> None:
+    def _check_owners(self, node: Node, claimed: dict[str, Held]) -> None:
         held: dict[str, tuple[list[int], list[int]]] = {owner: ([], []) for owner in claimed}
         for report in node.pool.report():
             for owner in report.owners:
                 assert owner in held, f"{owner} is gone but holds block {report.block_id} of {node.party.id}"
                 held[owner][report.state == "quarantined"].append(report.block_id)
-        for owner, (blocks, quarantined) in claimed.items():
-            assert (sorted(blocks), sorted(quarantined)) == held[owner]
+        for owner, claim in claimed.items():
+            assert (sorted(claim.owned), sorted(claim.quarantined)) == held[owner]
 
     # --- the end ---
 

@@ -119,9 +119,10 @@ class PrefillBench:
         """Every chunk that samples gets ``token_id``, except those that ``failed``."""
         failures = tuple(FailedSequence(key(name), "the model's output is not finite") for name in failed)
         tokens = tuple(
-            SampledToken(chunk.key, token_id)
+            SampledToken(chunk.key, token_id, choice=sampling.choice)
             for chunk in plan.chunks
             if chunk.sampling is not None and chunk.key.request_id not in failed
+            for sampling in chunk.sampling.choices()
         )
         return self.finish_with(StepResult(tokens, failures, 0.1))
 

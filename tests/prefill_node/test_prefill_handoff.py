@@ -27,9 +27,11 @@ from cluster.wire import (
     Capsule,
     Commit,
     Failed,
+    FirstToken,
     PenaltyCounts,
     Ping,
     Pong,
+    StartedChoice,
     Token0,
 )
 from engine.instructions import CancelPush, FinishPush, Push
@@ -57,12 +59,11 @@ def test_one_request_from_submit_to_release(bench: PrefillBench) -> None:
     assert plan.chunks[0].position == 10
     out = bench.finish(plan, token_id=9)
     token0, push, commit = out
-    assert of_kind([token0], Token0)[0].token_id == 9
-    assert of_kind([token0], Token0)[0].finish_reason is None
+    assert of_kind([token0], Token0)[0].choices == (FirstToken(0, 9, None),)
     # Only two slots of the last block are used: what another request left in the others stays here.
     assert of_kind([push], Push)[0].items == ((2, table[2]),)
     assert of_kind([push], Push)[0].zero_tail == (table[2], 2)
-    capsule = Capsule(10, 9, 1, (8, 9), SamplingParams(max_tokens=5))
+    capsule = Capsule(10, (StartedChoice(0, 9),), 1, (8, 9), SamplingParams(max_tokens=5))
     assert sent_to([commit], DECODE) == [Commit(key(), capsule)]
 
     assert bench.sent("r", 0, 1) == []
@@ -76,14 +77,14 @@ def test_one_request_from_submit_to_release(bench: PrefillBench) -> None:
     [
         ({}, None),
         ({"logit_bias": ((3, 1.0),), "min_tokens": 2}, None),
-        ({"repetition_penalty": 1.1}, PenaltyCounts((5, 6), ((7, 2), (8, 1), (9, 1)))),
-        ({"presence_penalty": 0.1}, PenaltyCounts((), ((7, 2), (8, 1), (9, 1)))),
+        ({"repetition_penalty": 1.1}, PenaltyCounts((5, 6), ((7, 2), (8, 1)))),
+        ({"presence_penalty": 0.1}, PenaltyCounts((), ((7, 2), (8, 1)))),
     ],
 )
 def test_the_capsule_carries_counts_if_a_penalty_is_on(
     bench: PrefillBench, options: dict[str, Any], counts: PenaltyCounts | None
 ) -> None:
-    """What an earlier attempt generated is output, though it is part of the prompt now; so is token 0."""
+    """What an earlier attempt generated is output, though it is part of the prompt now. Token 0 is the choice's own."""
     sampling = SamplingParams(max_tokens=9, **options)
     submit = make_submit((5, 6, 5, 7, 7, 8), num_emitted=3)
     bench.message(msgspec.structs.replace(submit, sampling=sampling))
@@ -115,7 +116,7 @@ def test_logprobs_of_token_0_go_to_the_router(bench: PrefillBench) -> None:
     logprobs = TokenLogprobs(-0.5, ((9, -0.5),))
     bench.plan()
     out = bench.finish_with(StepResult((SampledToken(key(), 9, logprobs),), (), 0.1))
-    assert of_kind(out, Token0)[0].logprobs == logprobs
+    assert of_kind(out, Token0)[0].choices == (FirstToken(0, 9, None, logprobs),)
     cancel(bench)
 
 
@@ -192,7 +193,7 @@ def test_a_request_that_ends_at_token0_never_reaches_the_decode_node(
 ) -> None:
     bench.submit(8, **options)
     out = bench.step()
-    assert of_kind(out, Token0)[0].finish_reason == reason
+    assert [first.finish_reason for first in of_kind(out, Token0)[0].choices] == [reason]
     assert of_kind(out, Commit) == of_kind(out, Push) == []
     assert sent_to(out, DECODE) == [Cancelled(key(), blocks_freed=2, blocks_sent=0)]
     assert bench.states() == {}

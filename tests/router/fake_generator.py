@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from cluster.request import FinishReason
-from router.generation import Generation, Readiness, TokenDelta
+from router.generation import Endings, Generation, Readiness, TokenDelta
 
 Step = TokenDelta | Exception | asyncio.Event
 
@@ -14,6 +14,7 @@ Step = TokenDelta | Exception | asyncio.Event
 class FakeGenerator:
     """Each generation runs ``script``: deltas are yielded, exceptions raised, events awaited.
 
+    Deltas of choices that the reader has ended are left out.
     ``script_of`` holds scripts for prompts that begin with a certain token. ``num_open`` counts generations
     that run, ``num_finished`` those whose script was read to its end.
     """
@@ -31,7 +32,10 @@ class FakeGenerator:
         self.readiness = Readiness(True, "")
         self.max_tokens: int | None = None
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        self, generation: Generation, endings: Endings | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        ended: set[int] = set()
         self.seen.append(generation)
         self.num_open += 1
         self.opened.set()
@@ -41,8 +45,9 @@ class FakeGenerator:
                     raise step
                 if isinstance(step, asyncio.Event):
                     await step.wait()
-                else:
+                elif step.choice not in ended:
                     yield step
+                    ended.update(endings.take() if endings is not None else ())
             self.num_finished += 1
         finally:
             self.num_open -= 1
@@ -52,6 +57,9 @@ class FakeGenerator:
 
     def max_request_tokens(self) -> int | None:
         return self.max_tokens
+
+    def max_answer_tokens(self, prompt_len: int, num_choices: int) -> int | None:
+        return None if self.max_tokens is None else (self.max_tokens - prompt_len) // num_choices
 
 
 def deltas(

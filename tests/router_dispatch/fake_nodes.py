@@ -13,11 +13,13 @@ from cluster.request import FinishReason, RequestKey, SamplingParams
 from cluster.wire import (
     Acknowledged,
     Cancel,
+    CancelChoice,
     Cancelled,
     Capsule,
     Commit,
     Envelope,
     Failed,
+    FirstToken,
     Granted,
     Message,
     NodeLoad,
@@ -27,6 +29,7 @@ from cluster.wire import (
     Pong,
     Refused,
     Reserve,
+    StartedChoice,
     Submit,
     Ticket,
     Token0,
@@ -38,9 +41,19 @@ FINGERPRINT = "layout"
 BLOCK_SIZE = 4
 
 
-def token(prompt: Iterable[int], index: int) -> int:
-    """The fake model: what follows depends on the prompt and the position, so that mixed-up answers show."""
-    return (sum(prompt) * 31 + index) % 50_000
+def token(prompt: Iterable[int], index: int, choice: int = 0) -> int:
+    """The fake model: what follows depends on prompt, position and choice, so that mixed-up answers show."""
+    return (sum(prompt) * 31 + index + choice * 7_000) % 50_000
+
+
+def first_tokens(submit: Submit) -> Token0:
+    """Token 0 of every choice, as the fake model has it."""
+    finish = _finish(submit.sampling, 0)
+    choices = tuple(
+        FirstToken(each.choice, token(submit.prompt_token_ids, 0, each.choice), finish)
+        for each in submit.sampling.choices()
+    )
+    return Token0(submit.key, choices, 0, 0.0, 0.0)
 
 
 class FakeNode:
@@ -148,14 +161,13 @@ class FakePrefill(FakeNode):
                 if isinstance(message, Failed):
                     self._forget(submit.key)
             return
-        first = token(submit.prompt_token_ids, 0)
-        finish = _finish(submit.sampling, 0)
-        self.send(router, Token0(submit.key, first, finish, 0, 0.0, 0.0))
-        if finish is not None:
+        self.send(router, first_tokens(submit))
+        if _finish(submit.sampling, 0) is not None:
             self._forget(submit.key)
             self.send(submit.ticket.decode, Cancelled(submit.key, 0, 0))
             return
-        capsule = Capsule(len(submit.prompt_token_ids), first, 1, submit.prompt_token_ids, submit.sampling)
+        started = tuple(StartedChoice(first.choice, first.token_id) for first in first_tokens(submit).choices)
+        capsule = Capsule(len(submit.prompt_token_ids), started, 1, submit.prompt_token_ids, submit.sampling)
         self.send(submit.ticket.decode, Commit(submit.key, capsule))
 
 
@@ -175,6 +187,7 @@ class FakeDecode(FakeNode):
         self.stop_after: int | None = None
         self.skip_token: int | None = None
         self.granted: list[RequestKey] = []
+        self.ended_choices: set[tuple[RequestKey, int]] = set()
         self._sizes: dict[RequestKey, int] = {}
         self._streams: dict[RequestKey, asyncio.Task[None]] = {}
         self._routers: dict[RequestKey, Party] = {}
@@ -194,6 +207,8 @@ class FakeDecode(FakeNode):
                 self._streams[key] = asyncio.create_task(self._stream(key, capsule))
             case Cancelled(key):
                 self._forget(key)
+            case CancelChoice(key, choice):
+                self.ended_choices.add((key, choice))
 
     def _on_reserve(self, router: Party, reserve: Reserve) -> None:
         if (said := self.on_reserve(reserve)) is not None:
@@ -218,8 +233,12 @@ class FakeDecode(FakeNode):
                 return
             finish = _finish(capsule.sampling, index)
             if index != self.skip_token:
-                item = TokenItem(key, index, (token(capsule.tail_token_ids, index),), finish)
-                self.send(self._routers[key], Tokens(index, (item,)))
+                items = tuple(
+                    TokenItem(key, index, (token(capsule.tail_token_ids, index, choice),), finish, choice=choice)
+                    for choice in (each.choice for each in capsule.choices)
+                    if (key, choice) not in self.ended_choices
+                )
+                self.send(self._routers[key], Tokens(index, items))
             if finish is not None:
                 self._streams.pop(key, None)
                 self._forget(key)

@@ -16,7 +16,19 @@ from cluster.errors import (
     WorkerLostError,
 )
 from cluster.request import RequestKey
-from cluster.wire import Cancel, Commit, Failed, Message, Pong, Reserve, Submit, Token0, TokenItem, Tokens
+from cluster.wire import (
+    Cancel,
+    Commit,
+    Failed,
+    FirstToken,
+    Message,
+    Pong,
+    Reserve,
+    Submit,
+    Token0,
+    TokenItem,
+    Tokens,
+)
 from router.dispatch import DispatchSettings
 from tests.cluster.redis_server import eventually
 from tests.router_dispatch.fake_nodes import FakeNode, token
@@ -58,7 +70,7 @@ async def test_a_decode_token_before_token_0_waits_for_it() -> None:
         await eventually(lambda: prefill.count(Submit))
         key = next(message.key for message in prefill.got if isinstance(message, Submit))
         await eventually(lambda: rig.switchboard._open[key]._mail.empty() and prefill.count(Submit))
-        prefill.send(rig.channel.party, Token0(key, token((1, 2, 3), 0), None, 0, 0.0, 0.0))
+        prefill.send(rig.channel.party, Token0(key, (FirstToken(0, token((1, 2, 3), 0), None),), 0, 0.0, 0.0))
         assert await asking == answer(max_tokens=2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 
 from cluster.request import SamplingParams, TokenLogprobs
-from cluster.wire import Commit, Message, Reserve, Submit, Token0, TokenItem, Tokens
+from cluster.wire import Commit, FirstToken, Message, Reserve, Submit, Token0, TokenItem, Tokens
 from router.generation import Generation, TokenDelta
 from tests.router_dispatch.rig import running_rig
 
@@ -26,7 +26,7 @@ async def test_logprobs_arrive_once_and_in_order() -> None:
             decode.send(rig.channel.party, Tokens(1, items))
             decode._forget(submit.key)
             prefill._forget(submit.key)
-            return [Token0(submit.key, 10, None, 7, 0.0, 0.0, logprobs_of(10))]
+            return [Token0(submit.key, (FirstToken(0, 10, None, logprobs_of(10)),), 7, 0.0, 0.0)]
 
         prefill.on_submit = answer
         async with aclosing(rig.dispatcher.generate(Generation((1, 2, 3), sampling))) as deltas:

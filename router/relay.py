@@ -1,0 +1,87 @@
+"""Puts the tokens of one dispatch in order: for each choice token 0, then the decode node's, without a gap. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.errors import TransferError
+from cluster.request import SamplingParams
+from cluster.wire import FirstToken, Token0, TokenItem
+from router.generation import TokenDelta
+
+
+class TokenOrder:
+    """Follows the choices that ``sampling`` asks for. Deltas number them from 0, the wire from ``sampling.choice``.
+
+    ``started`` once token 0 has come. ``cut`` once the reader has ended a choice: its nodes may not know that yet.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._first = sampling.choice
+        self._num_choices = sampling.num_choices
+        self._next_index: dict[int, int] = {}
+        self._early: list[TokenItem] = []
+        self.started = False
+        self.cut = False
+
+    @property
+    def over(self) -> bool:
+        """True once every choice has ended."""
+        return self.started and not self._next_index
+
+    @property
+    def complete(self) -> bool:
+        """True once the nodes have ended every choice: there is nothing to cancel."""
+        return self.over and not self.cut
+
+    def take(self, message: Token0 | TokenItem) -> Iterator[TokenDelta]:
+        """The deltas that ``message`` allows, made as they are asked for: :meth:`drop` has effect between them.
+
+        Token 0 may come after tokens that follow it. Raises :class:`TransferError` for a token that is missing,
+        comes twice or belongs to no choice.
+        """
+        if isinstance(message, Token0):
+            yield from self._start(message)
+        elif self.started:
+            yield from self._follow(message)
+        else:
+            self._early.append(message)
+
+    def drop(self, choice: int) -> None:
+        """The reader wants no more of this choice."""
+        if self._next_index.pop(choice, None) is not None:
+            self.cut = True
+
+    def _start(self, token0: Token0) -> Iterator[TokenDelta]:
+        numbers = [first.choice for first in token0.choices]
+        if self.started or numbers != list(range(self._first, self._first + self._num_choices)):
+            raise TransferError("the prefill node sent other first tokens than were asked for")
+        self.started = True
+        self._next_index = dict.fromkeys(range(self._num_choices), 1)
+        for choice, first in enumerate(token0.choices):
+            if first.finish_reason is not None:
+                del self._next_index[choice]
+            yield _first_delta(choice, first, token0.cached_tokens if choice == 0 else None)
+        early, self._early = self._early, []
+        for item in early:
+            yield from self._follow(item)
+
+    def _follow(self, item: TokenItem) -> Iterator[TokenDelta]:
+        choice = item.choice - self._first
+        if not 0 <= choice < self._num_choices:
+            raise TransferError("the decode node sent tokens of a choice that was not asked for")
+        expected = self._next_index.get(choice)
+        if expected is None:
+            return  # it has ended here, and the decode node did not know yet
+        if item.index != expected:
+            raise TransferError("tokens were lost between the decode node and the router")
+        if item.finish_reason is None:
+            self._next_index[choice] = expected + len(item.token_ids)
+        else:
+            del self._next_index[choice]
+        yield TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs, choice=choice)
+
+
+def _first_delta(choice: int, first: FirstToken, cached_tokens: int | None) -> TokenDelta:
+    logprobs = () if first.logprobs is None else (first.logprobs,)
+    return TokenDelta((first.token_id,), first.finish_reason, cached_tokens, logprobs, choice)
