@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.request import FinishReason, RequestKey, SamplingParams
+from cluster.request import FinishReason, RequestKey, SamplingParams, TokenLogprobs
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, Party, Submit, Ticket, Token0
+from cluster.wire import Capsule, Party, PromptLogprobs, Submit, Ticket, Token0
 from engine.history import TokenHistory
 from engine.instructions import Push
 from engine.step import SampledToken, SequenceChunk
 from kvtransfer.ticket import TransferTicket
+
+# 20 likeliest tokens each make about 1.3 MB of so many.
+MAX_LOGPROBS_A_MESSAGE = 4096
 
 
 class HandoffState(Enum):
@@ -67,6 +70,7 @@ class Handoff:
     block_names: tuple[bytes, ...]
     sampling: SamplingParams
     num_emitted: int
+    num_prompt_logprobs: int | None
     ticket: Ticket
     transfer: TransferTicket | None
     deadline_s: float
@@ -96,6 +100,7 @@ class Handoff:
             block_names=submit.block_hashes,
             sampling=submit.sampling,
             num_emitted=submit.num_emitted,
+            num_prompt_logprobs=submit.num_prompt_logprobs,
             ticket=submit.ticket,
             transfer=transfer,
             deadline_s=now + submit.deadline_s,
@@ -166,7 +171,17 @@ class Handoff:
             position=end,
             num_generated=self.num_emitted,
             history=self.history,
+            targets=() if self.num_prompt_logprobs is None else self.prompt[start + 1 : end + 1],
+            num_target_logprobs=self.num_prompt_logprobs or 0,
         )
+
+    def prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> list[PromptLogprobs]:
+        """What the router hears of the chunk that was computed last, in messages of bounded size."""
+        start = self.num_computed + 1
+        return [
+            PromptLogprobs(self.key, start + first, logprobs[first : first + MAX_LOGPROBS_A_MESSAGE])
+            for first in range(0, len(logprobs), MAX_LOGPROBS_A_MESSAGE)
+        ]
 
     def token0(self, token: SampledToken, finish: FinishReason | None, now: float) -> Token0:
         """What the router hears when the prompt is computed."""

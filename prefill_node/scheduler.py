@@ -233,6 +233,7 @@ class PrefillState:
     def _on_step(self, result: StepResult, now: float) -> None:
         sampled = {token.key: token for token in result.tokens}
         failed = dict(result.failed)
+        scored = {score.key: score.logprobs for score in result.scored}
         planned, self._planned = self._planned, []
         for handoff, count in planned:
             handoff.num_scheduled = 0
@@ -247,6 +248,8 @@ class PrefillState:
                 self._table.distrust(handoff)
                 self._fail(handoff, EngineError(reason), now)
                 continue
+            for message in handoff.prompt_logprobs(scored.get(handoff.key, ())):
+                self._out.append(Send(handoff.router, message))
             handoff.num_computed += count
             self._counters["prefill_computed_tokens_total"] += count
             self._table.name_full_blocks(handoff)

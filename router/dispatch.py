@@ -27,8 +27,8 @@ from cluster.errors import (
     WorkerLostError,
     error_from_wire,
 )
-from cluster.request import RequestId, RequestKey
-from cluster.wire import Failed, Granted, Refused, Reserve, Submit, Token0, TokenItem
+from cluster.request import RequestId, RequestKey, TokenLogprobs
+from cluster.wire import Failed, Granted, PromptLogprobs, Refused, Reserve, Submit, Token0, TokenItem
 from router.generation import Generation, Readiness, TokenDelta
 from router.mailbox import Mailbox, NodeLost, Switchboard
 from router.naming import PromptNames
@@ -179,6 +179,7 @@ class Dispatcher:
                 sampling=job.generation.sampling,
                 ticket=granted.ticket,
                 deadline_s=self._settings.token0_timeout_s,
+                num_prompt_logprobs=job.generation.num_prompt_logprobs,
             ),
         )
         log.info("%s submitted to %s for %s", granted.key, placement.prefill.id, placement.decode.id)
@@ -186,6 +187,7 @@ class Dispatcher:
     async def _relay(self, mailbox: Mailbox, booking: Booking) -> AsyncGenerator[TokenDelta, None]:
         """Token 0, then the decode node's tokens in order; a gap is an error, never a silent cut."""
         early: list[TokenItem] = []
+        scores: list[TokenLogprobs] = []
         next_index = 0
         deadline_s = time.monotonic() + self._settings.token0_timeout_s
         while True:
@@ -196,10 +198,11 @@ class Dispatcher:
                     next_index = 1
                     self._placer.prefilled(booking)
                     self._line.pump()
-                    logprobs = () if message.logprobs is None else (message.logprobs,)
-                    yield TokenDelta((message.token_id,), message.finish_reason, message.cached_tokens, logprobs)
+                    yield _first_delta(message, scores)
                     if message.finish_reason is not None:
                         return
+                case PromptLogprobs(_key, start, logprobs) if not next_index and start == len(scores) + 1:
+                    scores.extend(logprobs)
                 case TokenItem():
                     early.append(message)
                 case NodeLost(party) if next_index and party == booking.placement.prefill:
@@ -231,6 +234,13 @@ class _Job:
     def next_key(self) -> RequestKey:
         """Every Reserve is a dispatch of its own: a message for an earlier one is dropped."""
         return RequestKey(self.request_id, next(self._attempts))
+
+
+def _first_delta(message: Token0, scores: list[TokenLogprobs]) -> TokenDelta:
+    logprobs = () if message.logprobs is None else (message.logprobs,)
+    return TokenDelta(
+        (message.token_id,), message.finish_reason, message.cached_tokens, logprobs, prompt_logprobs=tuple(scores)
+    )
 
 
 def _failure(message: object) -> BatonError:

@@ -14,11 +14,16 @@ from cluster.request import FinishReason, SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt to continue. ``cache_salt`` separates prefix caches of clients that must not share them."""
+    """One prompt to continue. ``cache_salt`` separates prefix caches of clients that must not share them.
+
+    ``num_prompt_logprobs`` (None: none) asks for the log-probability of every prompt token but the first, and of so
+    many most likely ones at its place.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +32,15 @@ class TokenDelta:
 
     A stop token's id is the last of ``token_ids`` with finish reason ``stop``: it counts as a generated
     token, its text is not shown. ``cached_tokens``, the prompt tokens found in a prefix cache, comes with
-    token 0. ``logprobs`` has one entry a token if they were asked for, else none.
+    token 0, and so does ``prompt_logprobs``: one entry for each prompt token but the first, if they were asked for.
+    ``logprobs`` has one entry a token if they were asked for, else none.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 from cluster.channel import Channel, ChannelError
 from cluster.errors import DeadlineError, WorkerLostError
 from cluster.request import RequestKey
-from cluster.wire import Cancel, Cancelled, Failed, Granted, Message, Party, Refused, Token0, TokenItem, Tokens
+from cluster.wire import (
+    Cancel,
+    Cancelled,
+    Failed,
+    Granted,
+    Message,
+    Party,
+    PromptLogprobs,
+    Refused,
+    Token0,
+    TokenItem,
+    Tokens,
+)
 from router.policy import Placement
 
 log = logging.getLogger(__name__)
@@ -25,7 +37,8 @@ class NodeLost:
     party: Party
 
 
-Mail = Granted | Refused | Token0 | TokenItem | Failed | NodeLost
+Said = Granted | Refused | PromptLogprobs | Token0 | TokenItem | Failed
+Mail = Said | NodeLost
 
 
 @dataclass(slots=True)
@@ -98,7 +111,7 @@ class Switchboard:
             case Tokens(_step, items):
                 for item in items:
                     self._put(item.key, sender, item)
-            case Granted() | Refused() | Token0() | Failed():
+            case Granted() | Refused() | PromptLogprobs() | Token0() | Failed():
                 self._put(body.key, sender, body)
             case Cancelled(key):
                 self._confirmed(key, sender)
@@ -126,7 +139,7 @@ class Switchboard:
             for key in list(self._ending):
                 self._send_cancels(key)
 
-    def _put(self, key: RequestKey, sender: Party, mail: Granted | Refused | Token0 | TokenItem | Failed) -> None:
+    def _put(self, key: RequestKey, sender: Party, mail: Said) -> None:
         mailbox = self._open.get(key)
         if mailbox is None:
             self._put_late(key, sender, mail)
@@ -167,9 +180,9 @@ class Switchboard:
             log.warning("%s: cannot cancel on %s: %s", key, party.id, error)
 
 
-def _may_send(mail: Granted | Refused | Token0 | TokenItem | Failed, placement: Placement) -> tuple[Party, ...]:
+def _may_send(mail: Said, placement: Placement) -> tuple[Party, ...]:
     match mail:
-        case Token0():
+        case PromptLogprobs() | Token0():
             return (placement.prefill,)
         case Failed():
             return (placement.prefill, placement.decode)
