@@ -10,7 +10,9 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
 from starlette.responses import Response
@@ -18,24 +20,20 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, EngineError
 from router.choice import Choice
-from router.completion import (
-    DONE_FRAME,
-    FORMATS,
-    Piece,
-    PromptTokensDetails,
-    ReplyHead,
-    Usage,
-    error_frame,
-)
-from router.generation import Generator
+from router.completion import DONE_FRAME, FORMATS, Piece, ReplyHead, error_frame, joined
+from router.echo import echo_piece, moved
+from router.generation import Generator, TokenDelta
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
 from router.planning import Plan
+from router.replies import PromptTokensDetails, Usage
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _ID_PREFIX: Final = {"completions": "cmpl", "chat": "chatcmpl"}
+# Names and numbers of so many tokens take about 10 ms to write.
+_INLINE_ENTRIES: Final = 1024
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -66,16 +64,23 @@ class Answer(Response):
         send_timeout_s: float,
     ) -> None:
         super().__init__()
-        head = ReplyHead(f"{_ID_PREFIX[plan.endpoint]}-{uuid.uuid4().hex}", int(time.time()), model, system_fingerprint)
+        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{uuid.uuid4().hex}"
+        head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer)
         self._plan = plan
         self._format = FORMATS[plan.endpoint](head)
+        self._tokenizer = tokenizer
         self._generator = generator
         self._metrics = metrics
         self._send_timeout_s = send_timeout_s
         self._choices = [
-            Choice(tokenizer.detokenizer(generation.prompt_token_ids), plan.stops, tokenizer.eos_token_ids)
+            Choice(
+                tokenizer.detokenizer(generation.prompt_token_ids, show_special=plan.rules.show_special),
+                plan.rules,
+                tokenizer.eos_token_ids,
+            )
             for generation in plan.generations
         ]
+        # What is not sent yet: all of a whole answer; of a stream what shows nothing by itself.
         self._pieces: list[list[Piece]] = [[] for _ in plan.generations]
         self._started = False
         self._send_lock = asyncio.Lock()
@@ -117,19 +122,21 @@ class Answer(Response):
         async with aclosing(self._generator.generate(self._plan.generations[index])) as deltas:
             async for delta in deltas:
                 now_s = time.perf_counter()
+                is_first = last_s is None
                 num_before = choice.num_tokens
-                piece = choice.feed(delta)
+                pieces = self._pieces_of(index, delta, is_first=is_first)
                 if last_s is None:
                     self._first_delta(index, now_s - record.started_s)
                 else:
                     self._metrics.inter_token_latency.observe(now_s - last_s)
                 self._metrics.generation_tokens.inc(choice.num_tokens - num_before)
-                if self._plan.stream:
-                    await self._send_piece(send, index, piece, is_first=last_s is None)
-                else:
+                for piece in pieces:
                     self._pieces[index].append(piece)
+                    if self._plan.stream:
+                        await self._send_piece(send, index, is_first=is_first)
+                        is_first = False
                 last_s = now_s
-                if choice.finish_reason is not None:
+                if pieces[-1].finish_reason is not None:
                     return
         raise EngineError("The answer ended without a reason.")
 
@@ -138,13 +145,33 @@ class Answer(Response):
         self._metrics.prompt_tokens.inc(len(self._plan.generations[index].prompt_token_ids))
         self._metrics.cached_prompt_tokens.inc(self._choices[index].cached_tokens or 0)
 
-    async def _send_piece(self, send: Send, index: int, piece: Piece, *, is_first: bool) -> None:
+    def _pieces_of(self, index: int, delta: TokenDelta, *, is_first: bool) -> list[Piece]:
+        """What a delta adds to the answer: first the prompt, if it is echoed, then what was generated."""
+        plan, choice = self._plan, self._choices[index]
+        pieces: list[Piece] = []
+        if is_first and plan.echo:
+            detokenizer = self._tokenizer.detokenizer(show_special=plan.rules.show_special)
+            generation = plan.generations[index]
+            pieces.append(echo_piece(plan.prompt_texts[index], generation, delta.prompt_logprobs, detokenizer))
+        if plan.score_only:
+            choice.cached_tokens = delta.cached_tokens
+            return [*pieces, Piece("", (), "length")]
+        num_chars = len(plan.prompt_texts[index]) if plan.prompt_texts else 0
+        return [*pieces, moved(choice.feed(delta), num_chars)]
+
+    async def _send_piece(self, send: Send, index: int, *, is_first: bool) -> None:
+        """Send what has gathered, if it shows anything; otherwise it goes with the next piece that does."""
         with_ids = self._plan.return_token_ids
-        prompt_ids = self._plan.generations[index].prompt_token_ids if with_ids else None
-        frames = self._format.opening(index, prompt_ids) if is_first else b""
+        usage = self._usage() if self._plan.usage == "every" else None
+        frames = b""
+        if is_first:
+            prompt_ids = self._plan.generations[index].prompt_token_ids if with_ids else None
+            frames = self._format.opening(index, prompt_ids, usage)
+        piece = joined(self._pieces[index])
         if piece.text or piece.finish_reason is not None or with_ids:
-            usage = self._usage() if self._plan.usage == "every" else None
-            frames += self._format.chunk(index, piece, usage, with_ids=with_ids)
+            self._pieces[index].clear()
+            write = partial(self._format.chunk, index, piece, usage, with_ids=with_ids)
+            frames += await _written(write, len(piece.entries))
         if frames:
             await self._send_frames(send, frames)
 
@@ -153,9 +180,10 @@ class Answer(Response):
             usage = b"" if self._plan.usage == "none" else self._format.usage_chunk(self._usage())
             await self._send_frames(send, usage + DONE_FRAME, more=False)
             return
-        pieces = [_joined(pieces) for pieces in self._pieces]
+        pieces = [joined(pieces) for pieces in self._pieces]
         prompts = [generation.prompt_token_ids for generation in self._plan.generations]
-        body = self._format.whole(pieces, self._usage(), prompts if self._plan.return_token_ids else None)
+        write = partial(self._format.whole, pieces, self._usage(), prompts if self._plan.return_token_ids else None)
+        body = await _written(write, sum(len(piece.entries) for piece in pieces))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -189,13 +217,9 @@ class Answer(Response):
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-def _joined(pieces: list[Piece]) -> Piece:
-    return Piece(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        finish_reason=pieces[-1].finish_reason,
-        stop_reason=pieces[-1].stop_reason,
-    )
+async def _written(write: Callable[[], bytes], num_entries: int) -> bytes:
+    """What ``write`` gives; in a thread, which lets the event loop run, if there is much to write."""
+    return await asyncio.to_thread(write) if num_entries > _INLINE_ENTRIES else write()
 
 
 async def _cancel_on_disconnect(receive: Receive, reply: asyncio.Task[None], record: RequestRecord) -> None:
