@@ -195,7 +195,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if status == 405:
         allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
         if request.method == "OPTIONS" and allowed is not None:
-            # No CORS: a browser's preflight finds nothing here that lets it go on.
+            # Not of an origin that we let in: a preflight finds nothing here that lets it go on.
             return Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})
         response = error_response(MethodNotAllowedError("This path does not take that method."))
         if allowed is not None:
