@@ -17,6 +17,7 @@ from cluster.request import RequestKey, SamplingParams
 from cluster.transitions import Life, TransitionTable
 from cluster.wire import Capsule, Commit, Party
 from engine.history import TokenHistory
+from engine.remembered import TRANSFER_SILENCE_S
 from engine.step import SequenceChunk
 
 
@@ -73,6 +74,7 @@ class Intake:
     growth_left: int
     deadline_s: float
     life: Life[IntakeState]
+    progress_s: float = 0.0
     arrived: set[int] = field(default_factory=set)
     capsule: Capsule | None = None
     num_generated: int = 0
@@ -99,6 +101,11 @@ class Intake:
     def active(self) -> bool:
         """True until the request has ended, one way or another."""
         return self.state in ARRIVING or self.state in DECODING
+
+    def is_late(self, now: float) -> bool:
+        """True if what has to arrive did not: in the request's time, or since Commit without a pause."""
+        silent = self.state is IntakeState.COMMITTED and now > self.progress_s + TRANSFER_SILENCE_S
+        return self.state in ARRIVING and (silent or now > self.deadline_s)
 
     @property
     def covered(self) -> bool:

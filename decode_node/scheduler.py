@@ -112,7 +112,7 @@ class DecodeState:
     def tick(self, now: float) -> list[Instruction]:
         """Fail what has not arrived in time, and what belongs to a router that fell silent."""
         for intake in self._table:
-            if intake.state in ARRIVING and now > intake.deadline_s:
+            if intake.is_late(now):
                 self._fail(intake, DeadlineError("the KV blocks did not arrive before the deadline"), now)
         silent = self._routers.take_silent(now)
         for intake in self._table:
@@ -192,6 +192,7 @@ class DecodeState:
         ticket = Ticket(
             decode=self._party,
             fingerprint=self._settings.fingerprint,
+            block_size=self._settings.block_size,
             first_missing_token=num_shared * self._settings.block_size,
             num_blocks=intake.num_missing,
             transfer=transfer,
@@ -207,6 +208,7 @@ class DecodeState:
             self._fail(intake, TransferError(mismatch), now)
             return
         intake.start(commit.capsule)
+        intake.progress_s = now
         intake.life.move(IntakeState.COMMITTED, now)
         self._try_run(intake, now)
 
@@ -248,6 +250,7 @@ class DecodeState:
             self._fail(intake, TransferError("a KV block arrived twice or was not asked for"), now)
             return
         intake.arrived.update(indexes)
+        intake.progress_s = now
         self._counters["prompt_blocks_received_total"] += len(indexes)
         if intake.state is IntakeState.RESERVED:
             intake.life.move(IntakeState.RECEIVING, now)

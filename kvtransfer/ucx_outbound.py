@@ -34,6 +34,7 @@ class Link:
         self.failed = False
         self.transports = ""
         self._context = context
+        self._block_bytes = push.block_bytes
         self._endpoint = Endpoint(worker, open_address(context.secret, push.address))
         self._pushes: deque[Push] = deque()
         self._introduced: dict[Push, set[int]] = {}
@@ -124,9 +125,8 @@ class Link:
         return True
 
     def _fill(self, reply_to: bytes) -> None:
-        block_bytes = self._context.block_bytes
         # One block at least, however large.
-        while self._pushes and (not self._posted or (len(self._posted) + 1) * block_bytes <= WINDOW_BYTES):
+        while self._pushes and (not self._posted or (len(self._posted) + 1) * self._block_bytes <= WINDOW_BYTES):
             push = self._pushes.popleft()
             item = self._context.sends.take(push)
             if item is None:
@@ -135,7 +135,7 @@ class Link:
             try:
                 self._introduce(push, item, reply_to)
                 tag = (push.ticket_id << INDEX_BITS) | item.index
-                request = self._endpoint.send(self._context.pool[item.block_id], tag)
+                request = self._endpoint.send(self._context.outgoing(push, item), tag)
             except UcxError:
                 self._context.sends.lost(push, item.index)
                 raise

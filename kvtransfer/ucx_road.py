@@ -34,6 +34,8 @@ _LOOK_S: Final = 0.02
 class UcxRoad(Road):
     """Raises `TransportUnavailableError` without ucxx, or off loopback without a secret."""
 
+    regroups = True
+
     def __init__(self, context: RoadContext) -> None:
         self._context = context
         self._ucx = Context(loopback_only=_is_loopback(context))

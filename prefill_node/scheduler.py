@@ -88,7 +88,7 @@ class PrefillState:
     def tick(self, now: float) -> list[Instruction]:
         """Fail what is past its deadline, and what belongs to a router that fell silent."""
         for handoff in self._table:
-            if now > handoff.deadline_s:
+            if handoff.is_late(now):
                 self._fail(handoff, DeadlineError("the request's deadline passed on the prefill node"), now)
         silent = self._routers.take_silent(now)
         for handoff in self._table:
@@ -198,6 +198,7 @@ class PrefillState:
             case BlocksSent(ticket_id, indexes):
                 if (handoff := self._table.of_ticket(ticket_id)) is not None:
                     handoff.num_sent += len(indexes)
+                    handoff.progress_s = now
                     self._try_release(handoff, now)
             case PushEnded(ticket_id, blocks_sent):
                 if (handoff := self._table.of_ticket(ticket_id)) is not None:
@@ -268,9 +269,10 @@ class PrefillState:
             self._leave(handoff, HandoffState.ENDED, now)
             return
         self._push_ready(handoff)
-        capsule = handoff.capsule(token0.token_id, self._settings.block_size)
+        capsule = handoff.capsule(token0.token_id)
         self._out.append(Send(handoff.ticket.decode, Commit(handoff.key, capsule)))
         handoff.life.move(HandoffState.SENDING, now)
+        handoff.progress_s = now
 
     # --- endings ---
 

@@ -64,7 +64,7 @@ EVERYTHING = SamplingParams(
     banned_token_ids=(6,),
     num_logprobs=20,
 )
-TICKET = Ticket(DECODE, "layout", 16, 3, b"\x00\xff")
+TICKET = Ticket(DECODE, "layout", 16, 16, 3, b"\x00\xff")
 MESSAGES: list[Message] = [
     Reserve(KEY, Party("p", 0, "tcp://[::1]:1"), 40, NAME, (NAME, NAME), SAMPLING, 30.0, 2),
     Granted(KEY, TICKET),

@@ -208,7 +208,7 @@ class FakeDecode(FakeNode):
         self.granted.append(reserve.key)
         self._sizes[reserve.key] = size
         self._routers[reserve.key] = router
-        self.send(router, Granted(reserve.key, Ticket(self.party, FINGERPRINT, 0, 1, b"")))
+        self.send(router, Granted(reserve.key, Ticket(self.party, FINGERPRINT, BLOCK_SIZE, 0, 1, b"")))
 
     async def _stream(self, key: RequestKey, capsule: Capsule) -> None:
         index = 1
