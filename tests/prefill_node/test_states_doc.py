@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from kvtransfer.session import RECEIVE, SEND
 from prefill_node.handoff import HANDOFF
 
 TABLES = [HANDOFF, INTAKE, SEND, RECEIVE]
-DOC = Path(__file__).parent.parent.parent / "docs" / "states.md"
+ROOT = Path(__file__).parent.parent.parent
+DOC = ROOT / "docs" / "states.md"
+LONGEST_S = 30.0
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
@@ -30,3 +33,20 @@ def test_every_state_is_explained(table: TransitionTable) -> None:  # type: igno
     assert all(
         deadlines[state.value] for state in table.arrows if not table.is_final(state) and table in (SEND, RECEIVE)
     )
+
+
+def test_no_timer_of_a_transfer_is_longer_than_the_document_says() -> None:
+    sources = [
+        *(ROOT / "kvtransfer").glob("*.py"),
+        *(ROOT / "prefill_node").glob("*.py"),
+        *(ROOT / "decode_node").glob("*.py"),
+        ROOT / "engine" / "remembered.py",
+        ROOT / "engine" / "node.py",
+    ]
+    timers = {
+        f"{path.name}: {name}": float(seconds)
+        for path in sources
+        for name, seconds in re.findall(r"^(\w+_S)(?:: \w+)? = ([\d.]+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(timers) > 10
+    assert {name for name, seconds in timers.items() if seconds > LONGEST_S} == set()
