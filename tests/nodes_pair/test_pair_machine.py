@@ -150,7 +150,7 @@ class PairMachine(RuleBasedStateMachine):
 
 TestPairMachine = PairMachine.TestCase
 TestPairMachine.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
