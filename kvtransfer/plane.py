@@ -179,8 +179,8 @@ class KVPlane:
         """End everything that is under way with this peer, by force, and start anew on the same pool.
 
         Its pushes end with `PushFailed`; its blocks that were landing end with `ReceiveFailed`, or, of a withdrawn
-        ticket, let it end with `Withdrawn`, once nothing can write them any more (for UCX: when the worker they
-        landed through is gone). The peer is not declared dead: new pushes and tickets work.
+        ticket, let it end with `Withdrawn`, once nothing can touch them any more (for UCX: when the worker they went
+        through is gone). The peer is not declared dead: new pushes and tickets work.
         """
         peer = PeerId(node_id, epoch)
         logger.warning("fence between this node and %s: what was under way ends now", node_id)

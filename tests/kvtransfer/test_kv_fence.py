@@ -38,19 +38,30 @@ def works(p: Node, d: Node, block: int) -> None:
 
 
 def test_a_cancelled_push_to_a_receiver_that_hangs(nodes, scheme):
-    p = nodes(scheme, "P", seed=1, **HUGE)
+    p, q = nodes(scheme, "P", seed=1, **HUGE), nodes(scheme, "Q", **HUGE)
     with remote(scheme, "D", **HUGE) as d:
+        other = q.grant([0, 1, 2], sender=p)
+        p.plane.push(other, [(0, 3)])
+        q.wait_for(lambda: q.arrived(other.ticket_id) == {0})
         ticket = decode_ticket(d.call("grant", list(range(4))))
         p.plane.push(ticket, [(0, 0)])
         p.wait_for(lambda: p.sent(ticket.ticket_id) == {0})
         os.kill(d.process.pid, signal.SIGSTOP)
         try:
             p.plane.push(ticket, [(1, 1), (2, 2), (3, 3)])
-            (push,) = p.plane._context.sends.all_pushes()
+            (push,) = [each for each in p.plane._context.sends.all_pushes() if each.ticket == ticket]
             p.wait_for(lambda: push.posted)
             p.plane.cancel_push(ticket.ticket_id)
             p.plane.tick(time.monotonic() + 2 * DRAIN_S)
+            p.plane.push(other, [(1, 4)])
             assert p.wait_kind(PushEnded, ticket.ticket_id).blocks_sent == 1
+            # Another receiver's push goes on as if nothing had been.
+            p.plane.push(other, [(2, 5)])
+            q.wait_for(lambda: q.arrived(other.ticket_id) == {0, 1, 2})
+            assert np.array_equal(q.pool[:3], p.pool[3:6])
+            q.plane.complete(other.ticket_id)
+            p.wait_for(lambda: p.sent(other.ticket_id) == {0, 1, 2})
+            p.plane.finish_push(other.ticket_id)
             assert p.plane.stats().open_pushes == 0
         finally:
             os.kill(d.process.pid, signal.SIGCONT)
