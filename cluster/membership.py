@@ -11,7 +11,7 @@ import logging
 import random
 import re
 from ipaddress import ip_address
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import redis.asyncio as redis
@@ -43,7 +43,10 @@ class MembershipError(Exception):
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node tells about itself. Nodes may work together only if their ``fingerprint`` is equal."""
+    """What a node tells about itself. Nodes may work together only if their ``fingerprint`` is equal.
+
+    ``layout`` is what went into it, by name, so that a router can say in what two nodes differ.
+    """
 
     role: Role
     party: Party
@@ -53,6 +56,10 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     max_model_len: int
     transports: tuple[str, ...]
+    layout: Annotated[
+        dict[Annotated[str, msgspec.Meta(max_length=40)], Annotated[str, msgspec.Meta(max_length=400)]],
+        msgspec.Meta(max_length=16),
+    ] = msgspec.field(default_factory=dict)
 
 
 _encoder = msgspec.json.Encoder()

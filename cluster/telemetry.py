@@ -6,10 +6,11 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from cluster.config import log_level
 
@@ -21,12 +22,17 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One number to export. A name that ends in ``_total`` is a counter, any other a gauge."""
+    """One number to export. A name that ends in ``_total`` is a counter, any other a gauge.
+
+    With ``buckets``, (upper bound, how many were not above it) with ``inf`` last, it is a histogram and ``value`` the
+    sum of what was observed.
+    """
 
     name: str
     help: str
     value: float
     labels: Mapping[str, str] = field(default_factory=dict)
+    buckets: tuple[tuple[float, int], ...] = ()
 
 
 def setup_logging(process: str) -> None:
@@ -58,6 +64,10 @@ def _escaped(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def _bound(upper: float) -> str:
+    return "+Inf" if upper == inf else repr(upper)
+
+
 class _Reader:
     def __init__(self, read: Callable[[], Iterable[Sample]]) -> None:
         self._read = read
@@ -67,8 +77,16 @@ class _Reader:
         for sample in self._read():
             family = families.get(sample.name)
             names = sorted(sample.labels)
+            values = [sample.labels[name] for name in names]
+            if sample.buckets:
+                family = families.setdefault(
+                    sample.name, HistogramMetricFamily(_PREFIX + sample.name, sample.help, labels=names)
+                )
+                buckets = [(_bound(bound), count) for bound, count in sample.buckets]
+                family.add_metric(values, buckets, sample.value)  # type: ignore[attr-defined]
+                continue
             if family is None:
                 kind = CounterMetricFamily if sample.name.endswith("_total") else GaugeMetricFamily
                 family = families[sample.name] = kind(_PREFIX + sample.name, sample.help, labels=names)
-            family.add_metric([sample.labels[name] for name in names], sample.value)  # type: ignore[attr-defined]
+            family.add_metric(values, sample.value)  # type: ignore[attr-defined]
         yield from families.values()

@@ -19,6 +19,7 @@ from cluster.wire import Capsule, Commit, Party, StartedChoice
 from decode_node.branch import BRANCH, Branch
 from engine.audit import Held
 from engine.history import TokenHistory
+from engine.remembered import TRANSFER_SILENCE_S
 
 
 class IntakeState(Enum):
@@ -79,6 +80,7 @@ class Intake:
     deadline_s: float
     life: Life[IntakeState]
     choices: list[int]
+    progress_s: float = 0.0
     arrived: set[int] = field(default_factory=set)
     capsule: Capsule | None = None
     branches: list[Branch] = field(default_factory=list)
@@ -101,6 +103,11 @@ class Intake:
     def active(self) -> bool:
         """True until the request has ended, one way or another."""
         return self.state in ARRIVING or self.state in DECODING
+
+    def is_late(self, now: float) -> bool:
+        """True if what has to arrive did not: in the request's time, or since Commit without a pause."""
+        silent = self.state is IntakeState.COMMITTED and now > self.progress_s + TRANSFER_SILENCE_S
+        return self.state in ARRIVING and (silent or now > self.deadline_s)
 
     @property
     def covered(self) -> bool:

@@ -105,7 +105,7 @@ class DecodeState:
     def tick(self, now: float) -> list[Instruction]:
         """Fail what has not arrived in time, and what belongs to a router that fell silent."""
         for intake in self._table:
-            if intake.state in ARRIVING and now > intake.deadline_s:
+            if intake.is_late(now):
                 self._fail(intake, DeadlineError("the KV blocks did not arrive before the deadline"), now)
         silent = self._routers.take_silent(now)
         for intake in self._table:
@@ -188,6 +188,7 @@ class DecodeState:
         ticket = Ticket(
             decode=self._party,
             fingerprint=self._settings.fingerprint,
+            block_size=self._settings.block_size,
             first_missing_token=num_shared * self._settings.block_size,
             num_blocks=intake.num_missing,
             transfer=transfer,
@@ -203,6 +204,7 @@ class DecodeState:
             self._fail(intake, TransferError(mismatch), now)
             return
         self._table.start(intake, commit.capsule)
+        intake.progress_s = now
         intake.life.move(IntakeState.COMMITTED, now)
         if not intake.choices:  # the router has ended all that P did not
             self._leave(intake, IntakeState.CANCELLED, now)
@@ -246,6 +248,7 @@ class DecodeState:
             self._fail(intake, TransferError("a KV block arrived twice or was not asked for"), now)
             return
         intake.arrived.update(indexes)
+        intake.progress_s = now
         self._counters["prompt_blocks_received_total"] += len(indexes)
         if intake.state is IntakeState.RESERVED:
             intake.life.move(IntakeState.RECEIVING, now)

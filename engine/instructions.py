@@ -13,6 +13,7 @@ from cluster.wire import Message, NodeLoad, Party
 from engine.block_pool import BlockReport
 from engine.step import StepPlan, StepResult
 from kvtransfer.events import Event as TransferEvent
+from kvtransfer.regroup import Source
 from kvtransfer.ticket import BlockHandle, TransferTicket
 
 
@@ -60,14 +61,14 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Hand blocks to the transport: ``items`` are (index in the ticket, local block id).
+    """Hand blocks to the transport: ``items`` are (index in the ticket, local block id, or tokens of local blocks).
 
     ``zero_tail`` = (block id, first unused slot): the slots from there on are zeroed first, so that bytes of an
     earlier request never leave the node.
     """
 
     ticket: TransferTicket
-    items: tuple[tuple[int, int], ...]
+    items: tuple[tuple[int, Source], ...]
     zero_tail: tuple[int, int] | None = None
 
 

@@ -35,6 +35,7 @@ from engine.step import FailedSequence, StepPlan, StepResult
 from kvtransfer.errors import KVTransferError
 from kvtransfer.events import PushFailed, ReceiveFailed, Withdrawn
 from kvtransfer.plane import KVPlane
+from kvtransfer.regroup import source_blocks
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class NodeLoop:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receive_messages())
                 tasks.create_task(self._follow_transfers(plane))
-                tasks.create_task(self._tick(state))
+                tasks.create_task(self._tick(state, plane))
                 tasks.create_task(self._step(state, forward))
 
     async def _receive_messages(self) -> None:
@@ -116,10 +117,11 @@ class NodeLoop:
                     self._expected.pop(event.ticket_id, None)
                 self._take_in(TransferProgress(event))
 
-    async def _tick(self, state: NodeState) -> None:
+    async def _tick(self, state: NodeState, plane: KVPlane) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._perform(state.tick(time.monotonic()))
+            plane.tick(time.monotonic())
             self._work.set()
 
     async def _step(self, state: NodeState, forward: ThreadPoolExecutor) -> None:
@@ -134,7 +136,8 @@ class NodeLoop:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         try:
-            return self._runner.execute(plan)
+            with self._running()[1].computing():
+                return self._runner.execute(plan)
         except Exception:
             # A bug in one step must not take the node down: its requests fail, the next step starts clean.
             log.exception("a step of %d sequences failed", len(plan.chunks))
@@ -164,7 +167,7 @@ class NodeLoop:
             case Push(ticket, items, zero_tail):
                 if zero_tail is not None:
                     self._memory.zero_tail(*zero_tail)
-                self._memory.to_host([block_id for _index, block_id in items])
+                self._memory.to_host(source_blocks(source for _index, source in items))
                 plane.push(ticket, items)
             case Expect(ticket_id, handles, sender):
                 plane.expect(ticket_id, handles, sender=(sender.id, sender.epoch))

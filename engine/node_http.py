@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from math import inf
 
 import msgspec
 import uvicorn
@@ -16,8 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.telemetry import METRICS_CONTENT_TYPE, Sample, render_metrics
-from engine.block_pool import BlockPool
+from engine.block_pool import BlockPool, BlockReport
 from engine.instructions import NodeState
+from kvtransfer.meter import BUCKETS, TransferStats
 from kvtransfer.plane import KVPlane
 
 _COUNTER_HELP = {
@@ -64,6 +67,7 @@ class NodeView:
         yield Sample("kv_open_tickets", "Transfers being received.", stats.open_tickets)
         yield Sample("kv_open_pushes", "Transfers being sent.", stats.open_pushes)
         yield Sample("kv_connections", "Open KV connections.", stats.connections)
+        yield from _transfer_samples(stats.transfers)
         for scheme, transport in stats.transport.items():
             labels = {"scheme": scheme, "transport": transport}
             yield Sample("kv_transport_info", "Transports offered, and what carries their bytes.", 1, labels)
@@ -71,15 +75,44 @@ class NodeView:
     def debug_kv(self) -> bytes:
         """Every live request and every block that is not free, as JSON; ``orphaned`` blocks belong to nobody."""
         now = self.clock()
-        requests = []
+        requests: list[dict[str, str | int | float]] = []
+        times: dict[str, tuple[float, float]] = {}
         for row in self.state.report():
-            entered, deadline = float(row["entered_s"]), float(row["deadline_s"])
+            age_s, left_s = round(now - float(row["entered_s"]), 3), round(float(row["deadline_s"]) - now, 3)
+            times[str(row["key"])] = (age_s, left_s)
             kept = {name: value for name, value in row.items() if name not in ("entered_s", "deadline_s")}
-            requests.append({**kept, "state_age_s": round(now - entered, 3), "deadline_in_s": round(deadline - now, 3)})
-        blocks = [asdict(report) for report in self.pool.report()]
+            requests.append({**kept, "state_age_s": age_s, "deadline_in_s": left_s})
+        blocks = [_block_row(report, times) for report in self.pool.report()]
         orphaned = [report.block_id for report in self.state.check()]
         seen = {"requests": requests, "blocks": blocks, "orphaned": orphaned}
         return msgspec.json.encode({"node": self.node_id, "role": self.role, **seen})
+
+
+def _block_row(report: BlockReport, times: Mapping[str, tuple[float, float]]) -> dict[str, object]:
+    """A shared block is as old as its oldest owner's state, and is given back by its latest owner's deadline.
+
+    A choice owns blocks in its request's name and ``/number``.
+    """
+    names = [name for owner in report.owners for name in (owner, owner.rpartition("/")[0])]
+    owners = [times[name] for name in names if name in times]
+    age_s = max((age_s for age_s, _left_s in owners), default=None)
+    left_s = max((left_s for _age_s, left_s in owners), default=None)
+    return {**asdict(report), "age_s": age_s, "deadline_in_s": left_s}
+
+
+def _transfer_samples(transfers: TransferStats) -> Iterator[Sample]:
+    for (direction, outcome), count in transfers.outcomes.items():
+        labels = {"direction": direction, "outcome": outcome}
+        yield Sample("kv_transfers_total", "KV transfers that are over, by how they ended.", count, labels)
+    for direction, durations in transfers.durations.items():
+        buckets = tuple(zip((*BUCKETS, inf), accumulate(durations.counts), strict=True))
+        about = "From the first block that could move to the transfer's end."
+        yield Sample("kv_transfer_seconds", about, durations.total_s, {"direction": direction}, buckets)
+    moving, hidden = transfers.moving_s, transfers.hidden_s
+    yield Sample("kv_moving_seconds_total", "Time during which KV blocks were on their way.", moving)
+    yield Sample("kv_hidden_seconds_total", "The part of it during which this node computed.", hidden)
+    ratio = transfers.overlap_ratio
+    yield Sample("kv_overlap_ratio", "Share of transfer time that was hidden behind compute.", ratio)
 
 
 def create_app(view: NodeView) -> Starlette:

@@ -9,6 +9,8 @@ from cluster.wire import Party
 
 TOMBSTONES = 50_000
 ROUTER_SILENCE_S = 10.0
+# Once the prompt is computed a transfer has nothing to wait for but the link: so long without a block, and it is over.
+TRANSFER_SILENCE_S = 30.0
 
 
 class Tombstones:

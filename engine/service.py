@@ -56,6 +56,7 @@ class _Engine:
     runner: ModelRunner
     cache: KVCache
     fingerprint: str
+    facts: dict[str, str]
     max_model_len: int
 
 
@@ -95,6 +96,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             secret=config.cluster.secret,
             wakeup=node_loop.wake_for_transfer,
             digest=config.kv_digest,
+            layout=engine.cache.layout,
         )
         stack.push_async_callback(asyncio.to_thread, plane.close)
         parts = NodeParts(config, pool, plane, channel.party, engine.fingerprint, engine.max_model_len)
@@ -106,6 +108,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             party=channel.party,
             http_address=f"http://{config.cluster.advertise_host}:{http_port}",
             fingerprint=engine.fingerprint,
+            layout=engine.facts,
             block_size=config.block_size,
             num_blocks=pool.num_blocks,
             max_model_len=engine.max_model_len,
@@ -211,5 +214,5 @@ def _load_engine(config: NodeConfig) -> _Engine:
     )
     log.info("warmed up in %.1f s with %d threads", runner.warm_up(), config.threads)
     # Weights of another type make other keys and values, though the blocks may look the same.
-    fingerprint = layout.fingerprint(weights_id(files.directory), f"{model_config.tag},weights={dtype}")
-    return _Engine(runner, cache, fingerprint, max_model_len)
+    names = (weights_id(files.directory), f"{model_config.tag},weights={dtype}")
+    return _Engine(runner, cache, layout.fingerprint(*names), layout.facts(*names), max_model_len)

@@ -100,10 +100,14 @@ class Digester:
 
     def take(self, block_id: int, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a local block, for a receiver that asks for ``mode``."""
+        return self.take_of(self._pool[block_id], identity, mode)
+
+    def take_of(self, block: Block, identity: BlockIdentity, mode: DigestMode) -> int:
+        """The digest of a block that is not in the pool."""
         if mode == "off":
             return 0
         began = time.perf_counter()
-        digest = block_digest(self._pool[block_id], identity, mode)
+        digest = block_digest(block, identity, mode)
         spent = time.perf_counter() - began
         with self._lock:
             self._seconds += spent

@@ -19,6 +19,8 @@ _roads: dict[bytes, InprocRoad] = {}
 class InprocRoad(Road):
     """Registers itself under a random address; holds no thread and no fd."""
 
+    regroups = True
+
     def __init__(self, context: RoadContext) -> None:
         self._context = context
         self._address = secrets.token_bytes(_ADDRESS_BYTES)
@@ -56,7 +58,7 @@ class InprocRoad(Road):
             claim = mine.receives.claim(push.ticket_id, item.index, item.handle.generation, sender.me, digest)
             if claim is None:
                 return
-            mine.pool[claim.block_id] = sender.pool[item.block_id]
+            mine.pool[claim.block_id] = sender.outgoing(push, item)
         mine.arrive([claim])
 
     def settle(self, ticket_id: int) -> None:

@@ -1,4 +1,4 @@
-"""How a KV pool is laid out, and the fingerprint two pools must share before blocks may move between them.
+"""How a KV pool is laid out, and the fingerprint two pools must share before tokens may move between them.
 
 The pool is one array ``[num_blocks, num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]`` in C order, so
 that a block, over all layers, is one contiguous run of ``block_bytes``: one message per block. In key order
@@ -18,7 +18,7 @@ WIRE_VERSION: Final = 2
 TOKEN_MAJOR: Final = "token_major"  # noqa: S105 - no secret
 DIM_MAJOR: Final = "dim_major"
 
-_ITEM_BYTES: Final = {
+ITEM_BYTES: Final = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
@@ -44,8 +44,8 @@ class BlockLayout:
     key_order: str = TOKEN_MAJOR
 
     def __post_init__(self) -> None:
-        if self.dtype not in _ITEM_BYTES:
-            raise LayoutError(f"unknown dtype {self.dtype!r}; one of {', '.join(_ITEM_BYTES)}")
+        if self.dtype not in ITEM_BYTES:
+            raise LayoutError(f"unknown dtype {self.dtype!r}; one of {', '.join(ITEM_BYTES)}")
         if self.key_order not in (TOKEN_MAJOR, DIM_MAJOR):
             raise LayoutError(f"unknown key order {self.key_order!r}; {TOKEN_MAJOR} or {DIM_MAJOR}")
         for name in ("block_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -60,33 +60,37 @@ class BlockLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: the unit that moves."""
         return self.token_bytes * self.block_size
 
-    def fingerprint(self, weights_id: str, rope: str) -> str:
-        """Hex BLAKE2b-128 over everything that must agree before a block may be decoded from.
+    def facts(self, weights_id: str, rope: str) -> dict[str, str]:
+        """What two nodes must have in common, by a name that an operator knows.
 
-        ``weights_id`` names the model's weights, ``rope`` its position encoding. Every part is
-        length-prefixed, so that no two different lists of parts hash the same bytes.
+        ``weights_id`` names the model's weights, ``rope`` its position encoding. The block size is not among them:
+        `kvtransfer.regroup` cuts blocks of one size out of blocks of another.
         """
-        parts = (
-            "baton-kv",
-            str(WIRE_VERSION),
-            self.dtype,
-            str(self.block_size),
-            str(self.num_layers),
-            str(self.num_kv_heads),
-            str(self.head_dim),
-            self.key_order,
-            weights_id,
-            rope,
-        )
+        return {
+            "KV wire version": str(WIRE_VERSION),
+            "KV dtype": self.dtype,
+            "layers": str(self.num_layers),
+            "KV heads": str(self.num_kv_heads),
+            "head dim": str(self.head_dim),
+            "key order": self.key_order,
+            "weights": weights_id,
+            "position encoding": rope,
+        }
+
+    def fingerprint(self, weights_id: str, rope: str) -> str:
+        """Hex BLAKE2b-128 over :meth:`facts`: what must agree before tokens may be decoded from.
+
+        Every part is length-prefixed, so that no two different lists of parts hash the same bytes.
+        """
         digest = hashlib.blake2b(digest_size=16)
-        for part in parts:
+        for part in ("baton-kv", *self.facts(weights_id, rope).values()):
             data = part.encode()
             digest.update(len(data).to_bytes(8, "big"))
             digest.update(data)

@@ -14,8 +14,10 @@ Ends. Receiver: `complete`, or `withdraw` -> `Withdrawn`. Sender: `finish_push`,
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -23,8 +25,12 @@ from typing import Final, NamedTuple
 from kvtransfer.errors import LayoutMismatchError, PeerUnreachableError, PlaneClosedError
 from kvtransfer.events import Event
 from kvtransfer.layout import WIRE_VERSION
+from kvtransfer.meter import TransferStats
+from kvtransfer.regroup import Source, TokenRun
 from kvtransfer.road import Road, RoadContext
 from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
+
+logger = logging.getLogger(__name__)
 
 # The sender takes the first of these that both sides offer.
 PREFERENCE: Final = ("ucx", "tcp", "inproc")
@@ -59,6 +65,7 @@ class PlaneStats:
     open_pushes: int
     connections: int
     transport: Mapping[str, str]
+    transfers: TransferStats
 
 
 class KVPlane:
@@ -108,24 +115,23 @@ class KVPlane:
         """Receiver: what the sender needs; call it after `expect`."""
         return TransferTicket(ticket_id, self.hello(), tuple(handles))
 
-    def push(self, ticket: TransferTicket, items: Sequence[tuple[int, int]]) -> None:
+    def push(self, ticket: TransferTicket, items: Sequence[tuple[int, Source]]) -> None:
         """Sender: queue blocks, each an (index in the ticket, local block id). May be called once a chunk.
 
-        Nothing is queued if it raises: `LayoutMismatchError` for another fingerprint or block size,
+        To a receiver whose blocks have another size, each is an (index, `TokenRun`): the tokens of that block.
+        Nothing is queued if it raises: `LayoutMismatchError` for another fingerprint, or another block size that
+        nothing was made ready for,
         `TicketError` for an index or block out of range, an index pushed twice, or a push that has ended,
         `PeerUnreachableError` without a common scheme or for a peer declared dead, `HelloError` for an
         address nobody can read. What fails later is the event `PushFailed`.
         """
         self._check_open()
         hello = ticket.hello
-        if hello.fingerprint != self._context.fingerprint or hello.block_bytes != self._context.block_bytes:
-            raise LayoutMismatchError(
-                f"{hello.node_id} holds blocks {hello.fingerprint} of {hello.block_bytes} bytes, "
-                f"this node {self._context.fingerprint} of {self._context.block_bytes}"
-            )
+        runs = [source for _index, source in items if isinstance(source, TokenRun)]
+        self._check_layout(hello, runs, len(items))
         if hello.peer in self._context.dead:
             raise PeerUnreachableError(f"{hello.node_id} was declared dead")
-        scheme = self._scheme_to(hello)
+        scheme = self._scheme_to(hello, regrouping=bool(runs))
         road = self._roads[scheme]
         road.check_address(hello.addresses[scheme])
         push = self._context.sends.submit(ticket, scheme, items)
@@ -169,17 +175,40 @@ class KVPlane:
         for road in self._roads.values():
             road.peer_dead(peer)
 
+    def fence(self, node_id: str, epoch: int) -> None:
+        """End everything that is under way with this peer, by force, and start anew on the same pool.
+
+        Its pushes end with `PushFailed`; its blocks that were landing end with `ReceiveFailed`, or, of a withdrawn
+        ticket, let it end with `Withdrawn`, once nothing can touch them any more (for UCX: when the worker they went
+        through is gone). The peer is not declared dead: new pushes and tickets work.
+        """
+        peer = PeerId(node_id, epoch)
+        logger.warning("fence between this node and %s: what was under way ends now", node_id)
+        for road in self._roads.values():
+            road.fence(peer)
+
+    def tick(self, now: float) -> None:
+        """Call a few times a second, with seconds of the monotonic clock: `fence` peers for whom a transfer that
+        nobody wants any more has been waiting for too long.
+        """
+        for peer in self._context.sends.overdue(now) | self._context.receives.overdue(now):
+            self.fence(*peer)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter it while this node computes: the part of transfer time that this hides is counted."""
+        return self._context.meter.computing()
+
     def poll(self) -> list[Event]:
         """Everything that happened since the last call. Works after `close` too."""
         return self._context.events.drain()
 
     def stats(self) -> PlaneStats:
         context = self._context
-        sent, received = context.sends.blocks_sent, context.receives.blocks_received
+        received = context.receives.blocks_received
         return PlaneStats(
-            bytes_sent=sent * context.block_bytes,
+            bytes_sent=context.sends.bytes_sent,
             bytes_received=received * context.block_bytes,
-            blocks_sent=sent,
+            blocks_sent=context.sends.blocks_sent,
             blocks_received=received,
             blocks_refused=context.receives.blocks_refused,
             digest_failures=context.digester.failures,
@@ -187,6 +216,7 @@ class KVPlane:
             open_tickets=context.receives.open_tickets,
             open_pushes=context.sends.open_pushes,
             connections=sum(road.connections() for road in self._roads.values()),
+            transfers=context.meter.stats(),
             transport=MappingProxyType({scheme: road.transport() for scheme, road in self._roads.items()}),
         )
 
@@ -210,9 +240,26 @@ class KVPlane:
             self._context.sends.fail(push, "the plane was closed")
         self._context.receives.withdraw_all()
 
-    def _scheme_to(self, hello: Hello) -> str:
+    def _check_layout(self, hello: Hello, runs: Sequence[TokenRun], num_items: int) -> None:
+        context = self._context
+        regrouper = context.regrouper if len(runs) == num_items else None
+        if hello.fingerprint != context.fingerprint or (
+            hello.block_bytes != context.block_bytes
+            and (regrouper is None or regrouper.block_size(hello.block_bytes) is None)
+        ):
+            raise LayoutMismatchError(
+                f"{hello.node_id} holds blocks {hello.fingerprint} of {hello.block_bytes} bytes, "
+                f"this node {context.fingerprint} of {context.block_bytes}"
+            )
+        for run in runs:
+            if context.regrouper is None:
+                raise LayoutMismatchError("this plane was opened without a layout: it sends whole blocks only")
+            context.regrouper.check(run, hello.block_bytes)
+
+    def _scheme_to(self, hello: Hello, *, regrouping: bool) -> str:
         for scheme in PREFERENCE:
-            if scheme in self._roads and scheme in hello.addresses:
+            road = self._roads.get(scheme)
+            if road is not None and scheme in hello.addresses and (road.regroups or not regrouping):
                 return scheme
         raise PeerUnreachableError(f"{hello.node_id} offers {sorted(hello.addresses)}, this node {sorted(self._roads)}")
 

@@ -2,7 +2,8 @@
 
 Every transport asks this ledger before it lets a byte near the pool (`claim`) and must give every claim back
 exactly once: `landed` (the block holds the sender's bytes) or `abandon` (it does not, and no further byte of it
-can be written). A ticket is `Withdrawn` only when no claim on it is out. That is the whole fence.
+can be written). A ticket is `Withdrawn` only when no claim on it is out. That is the whole fence. What a ticket's
+transfer may still do is decided by its `kvtransfer.session`.
 
 Thread-safe: the owner's thread opens and withdraws, the transports' threads claim.
 """
@@ -17,6 +18,8 @@ from kvtransfer.dead import DeadPeers
 from kvtransfer.digest import BlockIdentity
 from kvtransfer.errors import TicketError
 from kvtransfer.events import BlocksArrived, EventBox, ReceiveFailed, Withdrawn
+from kvtransfer.meter import TransferMeter
+from kvtransfer.session import ReceiveSession
 from kvtransfer.ticket import BlockHandle, PeerId, check_handles
 
 
@@ -40,19 +43,25 @@ class Claim:
 class _Ticket:
     handles: tuple[BlockHandle, ...]
     sender: PeerId | None
+    session: ReceiveSession
     arrived: set[int] = field(default_factory=set)
     claims: dict[int, Claim] = field(default_factory=dict)
     introduced: dict[PeerId, dict[int, int]] = field(default_factory=dict)
-    withdrawing: bool = False
+
+    @property
+    def withdrawing(self) -> bool:
+        """No block of it is wanted any more."""
+        return self.session.is_draining
 
 
 class ReceiveLedger:
     """Owns no memory: blocks belong to the caller of `open` again after `complete` or the event `Withdrawn`."""
 
-    def __init__(self, num_blocks: int, events: EventBox, dead: DeadPeers) -> None:
+    def __init__(self, num_blocks: int, events: EventBox, dead: DeadPeers, meter: TransferMeter | None = None) -> None:
         self._num_blocks = num_blocks
         self._events = events
         self._dead = dead
+        self._meter = meter or TransferMeter()
         self._lock = threading.Lock()
         self._tickets: dict[int, _Ticket] = {}
         self._blocks_in_use: set[int] = set()
@@ -78,7 +87,7 @@ class ReceiveLedger:
             if not blocks.isdisjoint(self._blocks_in_use):
                 raise TicketError("a block of this ticket still belongs to another open ticket")
             self._blocks_in_use |= blocks
-            self._tickets[ticket_id] = _Ticket(handles, sender)
+            self._tickets[ticket_id] = _Ticket(handles, sender, ReceiveSession(self._meter.now()))
 
     def introduce(self, ticket_id: int, peer: PeerId, digests: Mapping[int, int]) -> bool:
         """On a road whose blocks carry nothing else: ``peer`` has proven that it pushes blocks of this ticket.
@@ -131,6 +140,8 @@ class ReceiveLedger:
             handle = ticket.handles[index]
             claim = Claim(ticket_id, index, handle.block_id, peer, handle.generation, digest)
             ticket.claims[index] = claim
+            ticket.session.claimed(self._meter.now())
+            self._meter.moving(1)
             return claim
 
     def landed(self, claims: Iterable[Claim]) -> None:
@@ -151,17 +162,17 @@ class ReceiveLedger:
         with self._lock:
             for claim in claims:
                 ticket = self._give_back(claim)
-                if ticket.withdrawing:
-                    self._finish_withdrawal(claim.ticket_id, ticket)
-                else:
+                if ticket.session.broke_off(self._meter.now()):
                     self._events.put(ReceiveFailed(claim.ticket_id, reason))
+                else:
+                    self._finish_withdrawal(claim.ticket_id, ticket)
         self._events.wake()
 
     def doubt(self, claims: Iterable[Claim], reason: str) -> None:
         """The blocks will not arrive, but bytes may still be written: tell the owner, keep the claims."""
         with self._lock:
             for claim in claims:
-                if not self._tickets[claim.ticket_id].withdrawing:
+                if self._tickets[claim.ticket_id].session.broke_off(self._meter.now()):
                     self._events.put(ReceiveFailed(claim.ticket_id, reason))
         self._events.wake()
 
@@ -174,7 +185,7 @@ class ReceiveLedger:
             ticket = self._tickets.get(ticket_id)
             if ticket is None:
                 return False
-            ticket.withdrawing = True
+            ticket.session.withdraw(self._meter.now())
             self._finish_withdrawal(ticket_id, ticket)
             outstanding = bool(ticket.claims)
         self._events.wake()
@@ -213,20 +224,29 @@ class ReceiveLedger:
             missing = len(ticket.handles) - len(ticket.arrived)
             if missing or ticket.withdrawing:
                 raise TicketError(f"ticket {ticket_id} is not complete: {missing} blocks missing")
+            ticket.session.complete(self._meter.now())
             self._forget(ticket_id, ticket)
+
+    def overdue(self, now: float) -> set[PeerId]:
+        """Peers whose blocks have kept an unwanted ticket from ending for too long. Each ticket is reported once."""
+        with self._lock:
+            tickets = [ticket for ticket in self._tickets.values() if ticket.session.must_be_forced(now)]
+            return {claim.peer for ticket in tickets for claim in ticket.claims.values()}
 
     def _give_back(self, claim: Claim) -> _Ticket:
         ticket = self._tickets[claim.ticket_id]
         if ticket.claims.get(claim.index) is not claim:
             raise RuntimeError(f"claim on block {claim.index} of ticket {claim.ticket_id} given back twice")
         del ticket.claims[claim.index]
+        self._meter.moving(-1)
         return ticket
 
     def _finish_withdrawal(self, ticket_id: int, ticket: _Ticket) -> None:
-        if not ticket.claims:
+        if ticket.session.settle(len(ticket.claims), self._meter.now()):
             self._forget(ticket_id, ticket)
             self._events.put(Withdrawn(ticket_id))
 
     def _forget(self, ticket_id: int, ticket: _Ticket) -> None:
         del self._tickets[ticket_id]
+        self._meter.ended("receive", ticket.session.state.value, self._meter.now() - ticket.session.began_s)
         self._blocks_in_use.difference_update(handle.block_id for handle in ticket.handles)

@@ -10,6 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +18,19 @@ import numpy.typing as npt
 from kvtransfer.dead import DeadPeers
 from kvtransfer.digest import BlockIdentity, Digester
 from kvtransfer.events import EventBox
+from kvtransfer.meter import TransferMeter
 from kvtransfer.receives import Claim, ReceiveLedger
+from kvtransfer.regroup import Bytes, Regrouper, TokenRun
 from kvtransfer.sends import Push, PushItem, SendLedger
 from kvtransfer.ticket import PeerId
 
 logger = logging.getLogger(__name__)
 
 Pool = npt.NDArray[np.uint8]
+
+# Blocks of another size that are put together ahead of their turn; beyond that, a slow link would hold a second copy
+# of whole prompts.
+_STAGED_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class RoadContext:
     sends: SendLedger
     dead: DeadPeers
     digester: Digester
+    meter: TransferMeter
+    regrouper: Regrouper | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -61,6 +70,14 @@ class RoadContext:
         # A chunk that was queued while the transport was busy with the one before is not sealed yet.
         return self._take_digest(push, item) if digest is None else digest
 
+    def outgoing(self, push: Push, item: PushItem) -> Bytes:
+        """Sender: the bytes of this block, when it is posted; the transport keeps them alive until it is sent."""
+        if item.run is None:
+            row: Bytes = self.pool[item.block_id]
+            return row
+        staged = push.staged.pop(item.index, None)
+        return self._gather(push, item.run) if staged is None else staged
+
     def arrive(self, claims: Iterable[Claim]) -> None:
         """Receiver: these blocks have landed whole. Only one that holds what its sender says arrives."""
         good: list[Claim] = []
@@ -75,12 +92,29 @@ class RoadContext:
             self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
 
     def _take_digest(self, push: Push, item: PushItem) -> int:
-        identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
-        return self.digester.take(item.block_id, identity, push.ticket.hello.digest)
+        identity, mode = BlockIdentity(push.ticket_id, item.index, item.handle.generation), push.ticket.hello.digest
+        if item.run is None:
+            return self.digester.take(item.block_id, identity, mode)
+        block = push.staged.get(item.index)
+        if block is None:
+            block = self._gather(push, item.run)
+            if (len(push.staged) + 1) * len(block) <= _STAGED_BYTES:
+                push.staged[item.index] = block
+        return self.digester.take_of(block, identity, mode)
+
+    def _gather(self, push: Push, run: TokenRun) -> Bytes:
+        if self.regrouper is None:
+            raise RuntimeError("the plane let tokens through that it cannot cut")
+        return self.regrouper.gather(run, push.block_bytes)
 
 
 class Road(ABC):
-    """One transport of one plane. Its methods are called from the owner's thread and never wait for a peer."""
+    """One transport of one plane. Its methods are called from the owner's thread and never wait for a peer.
+
+    One that posts what `RoadContext.outgoing` gives, and not rows of the pool, says so: it ``regroups``.
+    """
+
+    regroups: ClassVar[bool] = False
 
     @abstractmethod
     def address(self) -> bytes:
@@ -101,6 +135,10 @@ class Road(ABC):
     @abstractmethod
     def peer_dead(self, peer: PeerId) -> None:
         """Drop every connection with this peer, fail its pushes, and end its claims as early as is safe."""
+
+    def fence(self, peer: PeerId) -> None:
+        """As `peer_dead` of a peer that may come back: over new connections, into new receives."""
+        self.peer_dead(peer)
 
     @abstractmethod
     def connections(self) -> int:

@@ -11,8 +11,11 @@ from kvtransfer.dead import DeadPeers
 from kvtransfer.digest import Digester, DigestMode
 from kvtransfer.errors import LayoutError, TransportUnavailableError
 from kvtransfer.events import EventBox
+from kvtransfer.layout import BlockLayout
+from kvtransfer.meter import TransferMeter
 from kvtransfer.plane import Identity, KVPlane
 from kvtransfer.receives import ReceiveLedger
+from kvtransfer.regroup import Regrouper
 from kvtransfer.road import Pool, Road, RoadContext
 from kvtransfer.sends import SendLedger
 from kvtransfer.ticket import PeerId
@@ -54,6 +57,7 @@ def open_plane(
     secret: bytes | None,
     wakeup: Callable[[], None],
     digest: DigestMode = "sampled",
+    layout: BlockLayout | None = None,
 ) -> KVPlane:
     """Open a plane that offers these schemes.
 
@@ -61,6 +65,7 @@ def open_plane(
     closed; ``identity`` is (node id, epoch, layout fingerprint). ``host`` is the address that is bound *and*
     told to peers; without a ``secret`` it must be loopback. ``wakeup`` is called on another thread whenever
     `poll` has something to say; it must neither block nor raise. ``digest`` is asked of every block sent to us.
+    With its ``layout`` the plane also sends to pools whose blocks hold another number of tokens.
 
     Raises `LayoutError` for an unfit pool, `TransportUnavailableError` for a scheme that is unknown, whose
     library is missing, or that cannot bind.
@@ -74,6 +79,7 @@ def open_plane(
     me = Identity(*identity)
     events = EventBox(wakeup)
     dead = DeadPeers()
+    meter = TransferMeter()
     num_blocks = int(pool.shape[0])
     context = RoadContext(
         pool=pool,
@@ -82,10 +88,12 @@ def open_plane(
         secret=secret,
         host=host,
         events=events,
-        receives=ReceiveLedger(num_blocks, events, dead),
-        sends=SendLedger(num_blocks, events),
+        receives=ReceiveLedger(num_blocks, events, dead, meter),
+        sends=SendLedger(num_blocks, events, meter),
         dead=dead,
         digester=Digester(pool, digest),
+        meter=meter,
+        regrouper=None if layout is None else Regrouper(pool, layout),
     )
     return KVPlane(context, {scheme: _ROADS[scheme] for scheme in schemes})
 

@@ -40,6 +40,8 @@ Connection = Inbound | Outbound
 class TcpRoad(Road):
     """Listens from construction on. Raises `TransportUnavailableError` if it may not or cannot bind."""
 
+    regroups = True
+
     def __init__(self, context: RoadContext) -> None:
         self._context = context
         self._listener, self._address = _listen(context)

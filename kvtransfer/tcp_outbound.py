@@ -150,13 +150,12 @@ class Outbound:
             if item is None:
                 continue
             self._pushes.append(push)
-            block_bytes = self._context.block_bytes
             digest = self._context.digest(push, item)
-            header = wire.Header(push.ticket_id, item.index, item.handle.generation, block_bytes, digest)
+            header = wire.Header(push.ticket_id, item.index, item.handle.generation, push.block_bytes, digest)
             self._posted = (push, item)
             self._unsent = [
                 memoryview(wire.pack_header(header)),
-                memoryview(self._context.pool[item.block_id]),
+                self._context.outgoing(push, item).data,
             ]
             return True
         return False

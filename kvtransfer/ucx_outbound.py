@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Final
 
@@ -32,8 +33,10 @@ class Link:
         self.peer = push.peer
         self.address = push.address
         self.failed = False
+        self._failed_s = 0.0
         self.transports = ""
         self._context = context
+        self._block_bytes = push.block_bytes
         self._endpoint = Endpoint(worker, open_address(context.secret, push.address))
         self._pushes: deque[Push] = deque()
         self._introduced: dict[Push, set[int]] = {}
@@ -76,14 +79,28 @@ class Link:
             self._context.events.put(PeerLost(self.peer.node_id, self.peer.epoch))
         self.fail(f"connection lost: {reason}")
 
+    def is_stuck(self, limit_s: float) -> bool:
+        """True if its endpoint has been closing for longer than that."""
+        return self.failed and not self.gone and time.monotonic() - self._failed_s > limit_s
+
     def fail(self, reason: str) -> None:
         """Close the endpoint and fail every push through it; `PushFailed` comes when it is closed."""
-        self.failed = True
-        self._pushes.clear()
-        self._endpoint.close()
+        self.close()
         for push in self._mine():
             self._context.sends.fail(push, reason)
         self._context.events.wake()
+
+    def close(self) -> None:
+        """Close the endpoint; pushes may go on over another link."""
+        if not self.failed:
+            self._failed_s = time.monotonic()
+        self.failed = True
+        self._pushes.clear()
+        self._endpoint.close()
+
+    def requests(self) -> list[Request]:
+        """Those that UCX still has in hand."""
+        return [request for request, _, _ in self._posted] + self._introducing
 
     def give_up(self) -> list[Request]:
         """Report what is still posted as lost. Returns its requests, which must be kept: UCX holds them.
@@ -91,10 +108,11 @@ class Link:
         Closing an endpoint does not end a send over shared memory whose receiver is gone or hangs. Such a
         receiver may still read our block, into a pool that nobody believes any more.
         """
+        requests = self.requests()
         posted, self._posted = self._posted, []
         for _, push, item in posted:
             self._context.sends.lost(push, item.index)
-        return [request for request, _, _ in posted] + self._introducing
+        return requests
 
     def leak(self) -> None:
         """The worker was destroyed below the endpoint."""
@@ -124,9 +142,8 @@ class Link:
         return True
 
     def _fill(self, reply_to: bytes) -> None:
-        block_bytes = self._context.block_bytes
         # One block at least, however large.
-        while self._pushes and (not self._posted or (len(self._posted) + 1) * block_bytes <= WINDOW_BYTES):
+        while self._pushes and (not self._posted or (len(self._posted) + 1) * self._block_bytes <= WINDOW_BYTES):
             push = self._pushes.popleft()
             item = self._context.sends.take(push)
             if item is None:
@@ -135,7 +152,7 @@ class Link:
             try:
                 self._introduce(push, item, reply_to)
                 tag = (push.ticket_id << INDEX_BITS) | item.index
-                request = self._endpoint.send(self._context.pool[item.block_id], tag)
+                request = self._endpoint.send(self._context.outgoing(push, item), tag)
             except UcxError:
                 self._context.sends.lost(push, item.index)
                 raise

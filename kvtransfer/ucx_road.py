@@ -1,4 +1,4 @@
-"""The UCX road: a sending worker, a receiving worker (and retired ones), one kv-io thread that owns them all."""
+"""The UCX road: a sending worker, a receiving worker, retired ones of both, one kv-io thread that owns them all."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from kvtransfer.errors import TransportUnavailableError
 from kvtransfer.road import Road, RoadContext
 from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
-from kvtransfer.ucx import Context, Request, UcxError, Worker
+from kvtransfer.ucx import Context, UcxError
 from kvtransfer.ucx_inbound import Intake
-from kvtransfer.ucx_outbound import Link, Replies
-from kvtransfer.ucx_wire import open_address, seal_address, worker_name
+from kvtransfer.ucx_sender import Sender
+from kvtransfer.ucx_wire import open_address, worker_name
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_S: Final = 5.0
-_CLOSE_S: Final = 2.0
 # While a retired worker or a failed endpoint waits for its end, somebody must look.
 _LOOK_S: Final = 0.02
 
@@ -34,21 +33,18 @@ _LOOK_S: Final = 0.02
 class UcxRoad(Road):
     """Raises `TransportUnavailableError` without ucxx, or off loopback without a secret."""
 
+    regroups = True
+
     def __init__(self, context: RoadContext) -> None:
         self._context = context
         self._ucx = Context(loopback_only=_is_loopback(context))
-        self._sending = Worker(self._ucx)
+        self._sender = Sender(self._ucx, context)
+        self._old_senders: list[Sender] = []
         self._intake = Intake(self._ucx, context)
         self._retired: list[Intake] = []
         self._address = self._intake.address
-        self._reply_to = seal_address(context.secret, self._sending.address)
-        self._replies = Replies(self._sending, context)
         # Names of peers' workers that are gone: a ticket may still lead there.
         self._gone: deque[bytes] = deque(maxlen=1024)
-        self._links: dict[tuple[PeerId, bytes], Link] = {}
-        self._failed: list[Link] = []
-        self._orphans: list[Request] = []
-        self._transports = ""
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -57,7 +53,7 @@ class UcxRoad(Road):
         self._ended = False
         self._stop_at: float | None = None
         self._selector = selectors.DefaultSelector()
-        for fd in (self._wake_read.fileno(), self._sending.fd, self._intake.worker.fd):
+        for fd in (self._wake_read.fileno(), self._sender.worker.fd, self._intake.worker.fd):
             self._selector.register(fd, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="kv-io-ucx", daemon=True)
         self._thread.start()
@@ -79,14 +75,17 @@ class UcxRoad(Road):
         self._post(partial(self._drop_peer, peer))
 
     def connections(self) -> int:
-        return len(self._links)
+        return sum(sender.num_links for sender in (self._sender, *self._old_senders))
 
     def transport(self) -> str:
-        return self._transports or "ucx, nothing sent yet"
+        return self._transports() or "ucx, nothing sent yet"
 
     def close(self, *, flush: bool) -> None:
         self._post(partial(self._stop, _FLUSH_S if flush else 0.0))
         self._thread.join()
+
+    def _transports(self) -> str:
+        return next((s.transports for s in (self._sender, *self._old_senders) if s.transports), "")
 
     # ---- kv-io thread from here on
 
@@ -101,9 +100,7 @@ class UcxRoad(Road):
     def _turn(self) -> None:
         while self._commands:
             self._commands.popleft()()
-        self._sending.progress()
-        for name in self._replies.turn():
-            self._lose_worker(name)
+        self._turn_senders()
         for intake in (self._intake, *self._retired):
             intake.turn()
         if self._intake.needs_fence:
@@ -112,34 +109,31 @@ class UcxRoad(Road):
             self._retired.remove(intake)
             self._selector.unregister(intake.worker.fd)
             intake.destroy("its sender is gone")
-        self._turn_links()
         self._context.events.wake()
 
-    def _turn_links(self) -> None:
-        for link in list(self._links.values()):
-            link.turn(self._reply_to)
-            self._transports = link.transports or self._transports
-            if link.failed:
-                del self._links[link.peer, link.address]
-                self._failed.append(link)
-        for link in self._failed:
-            link.turn(self._reply_to)
-            if link.gone:
-                self._orphans += link.give_up()
-        self._failed = [link for link in self._failed if not link.gone]
-        self._orphans = [request for request in self._orphans if not request.done]
-
-    def _lose_worker(self, name: bytes) -> None:
-        self._gone.append(name)
-        for link in self._links.values():
-            if worker_name(link.address) == name:
-                link.fail("the receiver has closed this address")
+    def _turn_senders(self) -> None:
+        for sender in (self._sender, *self._old_senders):
+            for name in sender.turn():
+                self._gone.append(name)
+                for other in (self._sender, *self._old_senders):
+                    other.lose_worker(name)
+        if self._sender.needs_fence:
+            old, self._sender = self._sender, Sender(self._ucx, self._context)
+            self._selector.register(self._sender.worker.fd, selectors.EVENT_READ)
+            old.retire()
+            self._old_senders.append(old)
+            logger.info("a peer hangs: new UCX worker for sending, the old one is retired")
+        for sender in [sender for sender in self._old_senders if sender.is_over()]:
+            self._old_senders.remove(sender)
+            self._selector.unregister(sender.worker.fd)
+            sender.destroy(None)
 
     def _sleep(self) -> None:
-        workers = [self._sending, self._intake.worker, *(intake.worker for intake in self._retired)]
+        workers = [sender.worker for sender in (self._sender, *self._old_senders)]
+        workers += [intake.worker for intake in (self._intake, *self._retired)]
         if not all(worker.arm() for worker in workers):
             return
-        waiting = self._retired or self._failed or self._stop_at is not None
+        waiting = self._retired or self._old_senders or self._sender.is_closing or self._stop_at is not None
         timeout = _LOOK_S if waiting else None
         for key, _ in self._selector.select(timeout):
             if key.fd == self._wake_read.fileno():
@@ -165,20 +159,14 @@ class UcxRoad(Road):
         if worker_name(push.address) in self._gone:
             self._context.sends.fail(push, "the receiver has closed this address")
             return
-        link = self._links.get((push.peer, push.address))
-        if link is None:
-            try:
-                link = Link(push, self._sending, self._context)
-            except UcxError as error:
-                self._context.sends.fail(push, f"cannot connect: {error}")
-                return
-            self._links[link.peer, link.address] = link
-        link.add(push)
+        try:
+            self._sender.start(push)
+        except UcxError as error:
+            self._context.sends.fail(push, f"cannot connect: {error}")
 
     def _drop_peer(self, peer: PeerId) -> None:
-        for link in self._links.values():
-            if link.peer == peer:
-                link.fail("the peer was declared dead")
+        for sender in (self._sender, *self._old_senders):
+            sender.drop_peer(peer, "the peer was declared dead")
         for push in self._context.sends.pushes_to(peer, "ucx"):
             self._context.sends.fail(push, "the peer was declared dead")
         for intake in (self._intake, *self._retired):
@@ -190,28 +178,17 @@ class UcxRoad(Road):
     def _may_stop(self) -> bool:
         if self._stop_at is None:
             return False
-        return time.monotonic() >= self._stop_at or not any(link.busy for link in self._links.values())
+        return time.monotonic() >= self._stop_at or not any(
+            sender.busy for sender in (self._sender, *self._old_senders)
+        )
 
     def _tear_down(self) -> None:
         with self._lock:
             self._ended = True
         for intake in (self._intake, *self._retired):
             intake.destroy("the plane was closed")
-        links = [*self._links.values(), *self._failed]
-        for link in links:
-            link.fail("the plane was closed")
-        until = time.monotonic() + _CLOSE_S
-        while not all(link.gone for link in links) and time.monotonic() < until:
-            self._sending.progress()
-            for link in links:
-                link.turn(self._reply_to)
-        for link in links:
-            self._orphans += link.give_up()
-        self._sending.destroy(self._orphans + self._replies.requests())
-        for link in links:
-            link.leak()
-        self._links.clear()
-        self._failed.clear()
+        for sender in (self._sender, *self._old_senders):
+            sender.destroy("the plane was closed")
         self._commands.clear()
         self._selector.close()
         self._wake_read.close()

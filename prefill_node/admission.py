@@ -35,8 +35,12 @@ def check_submit(submit: Submit, settings: PrefillSettings) -> BatonError | None
         return ContextLengthError("the prompt does not fit the model's context")
     if num_blocks > settings.num_blocks:
         return ContextLengthError("the prompt needs more KV blocks than the prefill node has")
-    first = ticket.first_missing_token
-    if first % size or not 0 <= first <= prompt_len or ticket.num_blocks != num_blocks - first // size:
+    first, theirs = ticket.first_missing_token, ticket.block_size
+    if (
+        first % theirs
+        or not 0 <= first <= prompt_len
+        or ticket.num_blocks != -(-prompt_len // theirs) - first // theirs
+    ):
         return NodeStateError("the ticket does not cover the prompt")
     return None
 

@@ -15,7 +15,9 @@ from cluster.transitions import Life, TransitionTable
 from cluster.wire import Capsule, FirstToken, Party, PromptLogprobs, StartedChoice, Submit, Ticket, Token0
 from engine.history import TokenHistory
 from engine.instructions import Push
+from engine.remembered import TRANSFER_SILENCE_S
 from engine.step import SampledToken, SequenceChunk
+from kvtransfer.regroup import Source, run_of
 from kvtransfer.ticket import TransferTicket
 
 # 20 likeliest tokens each make about 1.3 MB of so many.
@@ -63,7 +65,10 @@ LEAVING = (HandoffState.ENDED, HandoffState.CANCELLED, HandoffState.FAILED)
 
 @dataclass(slots=True)
 class Handoff:
-    """A request on the prefill node. Mutable, changed only by :class:`prefill_node.scheduler.PrefillState`."""
+    """A request on the prefill node. Mutable, changed only by :class:`prefill_node.scheduler.PrefillState`.
+
+    ``num_pushed`` and ``num_sent`` count blocks of the decode node's size, ``num_named`` those of this node's.
+    """
 
     key: RequestKey
     router: Party
@@ -78,6 +83,7 @@ class Handoff:
     queued_s: float
     life: Life[HandoffState]
     started_s: float = 0.0
+    progress_s: float = 0.0
     block_table: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_computed: int = 0
@@ -129,6 +135,11 @@ class Handoff:
         """True while all that is left is to give everything back."""
         return self.state in LEAVING
 
+    def is_late(self, now: float) -> bool:
+        """True past the request's deadline, and if nothing moves any more though everything is computed."""
+        silent = self.state is HandoffState.SENDING and now > self.progress_s + TRANSFER_SILENCE_S
+        return silent or now > self.deadline_s
+
     @property
     def num_remaining(self) -> int:
         """Prompt tokens not yet computed."""
@@ -145,17 +156,30 @@ class Handoff:
         return self.sampling.max_tokens - self.num_emitted <= 1
 
     def take_ready(self, block_size: int) -> Push | None:
-        """Blocks complete since the last call, to be pushed now; the partial last one once all is computed."""
-        done = self.num_computed == len(self.prompt)
-        ready = len(self.block_table) if done else self.num_computed // block_size
+        """The decode node's blocks complete since the last call, to be pushed now; its partial last one at the end.
+
+        ``block_size`` is this node's. Only from blocks that no later chunk writes, so that what is being sent stays.
+        """
+        done, theirs = self.num_computed == len(self.prompt), self.ticket.block_size
+        final = self.num_computed // block_size * block_size
+        ready = -(-len(self.prompt) // theirs) if done else final // theirs
         if self.ends_at_token0 or self.transfer is None or ready <= self.num_pushed:
             return None
-        first = self.ticket.first_missing_token // block_size
-        items = tuple((i - first, self.block_table[i]) for i in range(self.num_pushed, ready))
+        first = self.ticket.first_missing_token // theirs
+        items = tuple((i - first, self._source(i, block_size)) for i in range(self.num_pushed, ready))
         used = len(self.prompt) % block_size
         self.push_open = True
         self.num_pushed = ready
-        return Push(self.transfer, items, (self.block_table[-1], used) if done and used else None)
+        # What is cut out of blocks is cut at the token: only whole blocks have unused slots to hide.
+        hide = done and used and theirs == block_size
+        return Push(self.transfer, items, (self.block_table[-1], used) if hide else None)
+
+    def _source(self, index: int, block_size: int) -> Source:
+        """What goes into the decode node's block ``index`` of the prompt."""
+        theirs = self.ticket.block_size
+        if theirs == block_size:
+            return self.block_table[index]
+        return run_of(self.block_table, index * theirs, min((index + 1) * theirs, len(self.prompt)), block_size)
 
     def next_chunk(self, count: int) -> SequenceChunk:
         """The next ``count`` prompt tokens; the last chunk samples token 0 of every choice, and only then the prompt is
@@ -200,17 +224,17 @@ class Handoff:
         finish = finish_reason(self.sampling, token.token_id, self.num_emitted + 1)
         return FirstToken(token.choice, token.token_id, finish, token.logprobs)
 
-    def capsule(self, token0: Token0, block_size: int) -> Capsule | None:
+    def capsule(self, token0: Token0) -> Capsule | None:
         """All the decode node needs besides the blocks; None if ``token0`` is the end of every choice."""
         going_on = [first for first in token0.choices if first.finish_reason is None]
         if not going_on:
             return None
-        num_full = len(self.prompt) // block_size
+        num_tail = len(self.prompt) % self.ticket.block_size
         return Capsule(
             prompt_len=len(self.prompt),
             choices=tuple(StartedChoice(first.choice, first.token_id) for first in going_on),
             num_emitted=self.num_emitted + 1,
-            tail_token_ids=self.prompt[num_full * block_size :],
+            tail_token_ids=self.prompt[len(self.prompt) - num_tail :],
             sampling=self.sampling,
             penalty_counts=None if self.history is None else self.history.counts(),
         )

@@ -89,7 +89,7 @@ class PrefillState:
     def tick(self, now: float) -> list[Instruction]:
         """Fail what is past its deadline, and what belongs to a router that fell silent."""
         for handoff in self._table:
-            if now > handoff.deadline_s:
+            if handoff.is_late(now):
                 self._fail(handoff, DeadlineError("the request's deadline passed on the prefill node"), now)
         silent = self._routers.take_silent(now)
         for handoff in self._table:
@@ -199,6 +199,7 @@ class PrefillState:
             case BlocksSent(ticket_id, indexes):
                 if (handoff := self._table.of_ticket(ticket_id)) is not None:
                     handoff.num_sent += len(indexes)
+                    handoff.progress_s = now
                     self._try_release(handoff, now)
             case PushEnded(ticket_id, blocks_sent):
                 if (handoff := self._table.of_ticket(ticket_id)) is not None:
@@ -271,7 +272,7 @@ class PrefillState:
         """
         token0 = handoff.token0(tokens, now)
         self._out.append(Send(handoff.router, token0))
-        capsule = handoff.capsule(token0, self._settings.block_size)
+        capsule = handoff.capsule(token0)
         if capsule is None:
             self._counters["handoffs_ended_total"] += 1
             self._leave(handoff, HandoffState.ENDED, now)
@@ -279,6 +280,7 @@ class PrefillState:
         self._push_ready(handoff)
         self._out.append(Send(handoff.ticket.decode, Commit(handoff.key, capsule)))
         handoff.life.move(HandoffState.SENDING, now)
+        handoff.progress_s = now
 
     # --- endings ---
 

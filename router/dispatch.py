@@ -152,7 +152,7 @@ class Dispatcher:
 
     async def _reserve(self, mailbox: Mailbox, job: _Job, booking: Booking) -> Granted | Refused:
         placement = mailbox.placement
-        seed, names = job.wanted.names.of(placement.fingerprint, placement.block_size)
+        seed, names = job.wanted.names.of(placement.fingerprint, placement.decode_block_size)
         self._switchboard.send(
             placement.decode,
             Reserve(
@@ -183,7 +183,7 @@ class Dispatcher:
                 raise _failure(message)
 
     def _submit(self, granted: Granted, job: _Job, placement: Placement) -> None:
-        _seed, names = job.wanted.names.of(placement.fingerprint, placement.block_size)
+        _seed, names = job.wanted.names.of(placement.fingerprint, placement.prefill_block_size)
         self._switchboard.send(
             placement.prefill,
             Submit(

@@ -7,6 +7,7 @@ import time
 from cluster.wire import Refused
 from router.directory_index import DirectoryIndex
 from router.generation import Readiness
+from router.pairing import why_apart
 from router.policy import Booking, Busy, Candidate, Demand, NoPair, Placement, place
 from router.queue import Wanted
 from router.registry import Node, NodeRegistry
@@ -84,12 +85,13 @@ class Placer:
 
     def readiness(self) -> Readiness:
         """Whether a pair that may work together is alive."""
-        prefills = {node.record.fingerprint for node in self._registry.nodes("prefill")}
-        decodes = {node.record.fingerprint for node in self._registry.nodes("decode")}
-        if prefills & decodes:
+        prefills = [node.record for node in self._registry.nodes("prefill")]
+        decodes = [node.record for node in self._registry.nodes("decode")]
+        reasons = [why_apart(prefill, decode) for prefill in prefills for decode in decodes]
+        if None in reasons:
             return Readiness(True, "")
-        if prefills and decodes:
-            return Readiness(False, "prefill and decode nodes serve different models, dtypes or block sizes")
+        if reasons:
+            return Readiness(False, str(reasons[0]))
         missing = " and ".join(name for name, found in (("prefill", prefills), ("decode", decodes)) if not found)
         return Readiness(False, f"no {missing} node is alive")
 

@@ -52,12 +52,13 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The pair that may serve the request."""
+    """The pair that may serve the request. Each node names prefixes by blocks of its own size."""
 
     prefill: Party
     decode: Party
     fingerprint: str
-    block_size: int
+    prefill_block_size: int
+    decode_block_size: int
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ def place(
         return NoPair(f"no {missing} node is alive")
     shared = {c.fingerprint for c in prefills} & {c.fingerprint for c in decodes}
     if not shared:
-        return NoPair("prefill and decode nodes serve different models, dtypes or block sizes")
+        return NoPair("prefill and decode nodes serve different models or KV layouts")
     # Only sizes that can never fit are filtered here; whether there is room now is the decode node's own answer.
     prefills = [c for c in prefills if demand.prompt_len <= c.capacity_tokens]
     decodes = [c for c in decodes if demand.fits(c)]
@@ -124,7 +125,7 @@ def place(
     if best is None:
         return Busy("every decode node is full" if not open_decodes else "every prefill node's queue is full")
     prefill, decode = best[3], best[4]
-    return Placement(prefill.party, decode.party, decode.fingerprint, decode.block_size)
+    return Placement(prefill.party, decode.party, decode.fingerprint, prefill.block_size, decode.block_size)
 
 
 def _prefill_score(node: Candidate, demand: Demand, cached: Mapping[str, int]) -> float:

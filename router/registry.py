@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from cluster.channel import Channel, ChannelError
 from cluster.membership import Membership, MembershipError, NodeRecord, Role
 from cluster.wire import NodeLoad, Party, PeerDown, Ping, Pong
+from router.pairing import why_apart
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +137,14 @@ class NodeRegistry:
                 self._declare_dead(known, "another life took its place")
             self._nodes[party.id] = Node(record, NodeLoad(), heard_s=now)
             log.info("%s node %s joined", record.role, party.id)
+            self._tell_of_misfits(record)
+
+    def _tell_of_misfits(self, record: NodeRecord) -> None:
+        """Once, when it joins: later only `/ready` says so, and only if no pair is left."""
+        others = [node.record for node in self._nodes.values() if node.record.role != record.role]
+        for reason in (why_apart(record, other) for other in others):
+            if reason is not None:
+                log.warning("%s", reason)
 
     def check_silence(self, now: float) -> None:
         """Suspect, then bury, the nodes that do not answer. Called after each ping."""

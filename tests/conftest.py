@@ -13,6 +13,10 @@ from cluster.model_store import DEMO_MODEL, ModelFilesError, resolve_model
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cancels", type=int, default=500, help="requests cancelled in each case of test_cancels.py")
+
+
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """The demo model, fetched and converted once if it is not there."""

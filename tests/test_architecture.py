@@ -44,6 +44,7 @@ PURE = (
     "cluster/request.py",
     "cluster/transitions.py",
     "cluster/wire.py",
+    "kvtransfer/session.py",
     "prefill_node/admission.py",
     "prefill_node/chunking.py",
     "prefill_node/handoff.py",

@@ -217,6 +217,9 @@ def damaged(**changes: Any) -> bytes:
         {"max_model_len": 10**400},
         {"transports": "tcp"},
         {"fingerprint": 5},
+        {"layout": {f"fact {i}": "x" for i in range(17)}},
+        {"layout": {"dtype": "x" * 401}},
+        {"layout": {"dtype": 32}},
     ],
     ids=str,
 )

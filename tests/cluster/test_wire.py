@@ -70,7 +70,7 @@ EVERYTHING = SamplingParams(
     num_logprobs=20,
 )
 CAPSULE = Capsule(40, (StartedChoice(0, 7),), 1, (5, 6), SAMPLING)
-TICKET = Ticket(DECODE, "layout", 16, 3, b"\x00\xff")
+TICKET = Ticket(DECODE, "layout", 16, 16, 3, b"\x00\xff")
 MESSAGES: list[Message] = [
     Reserve(KEY, Party("p", 0, "tcp://[::1]:1"), 40, NAME, (NAME, NAME), SAMPLING, 30.0, 2),
     Granted(KEY, TICKET),

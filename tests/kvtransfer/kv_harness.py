@@ -14,6 +14,7 @@ import numpy as np
 
 from kvtransfer.digest import DigestMode
 from kvtransfer.events import BlocksArrived, BlocksSent, Event
+from kvtransfer.layout import BlockLayout
 from kvtransfer.select import open_plane
 from kvtransfer.ticket import BlockHandle, TransferTicket, decode_ticket, encode_ticket, new_ticket_id
 
@@ -37,8 +38,10 @@ class Node:
         secret: bytes | None = SECRET,
         seed: int | None = None,
         digest: DigestMode = "full",
+        layout: BlockLayout | None = None,
     ) -> None:
         self.id, self.epoch = node_id, epoch
+        block_bytes = block_bytes if layout is None else layout.block_bytes
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
         if seed is not None:
             self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, np.uint8)
@@ -46,7 +49,9 @@ class Node:
         self._ready = threading.Event()
         names = (schemes,) if isinstance(schemes, str) else schemes
         identity = (node_id, epoch, fingerprint)
-        self.plane = open_plane(names, self.pool, identity, secret=secret, wakeup=self._ready.set, digest=digest)
+        self.plane = open_plane(
+            names, self.pool, identity, secret=secret, wakeup=self._ready.set, digest=digest, layout=layout
+        )
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Collect events until the condition holds; fails with what was seen at the deadline."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from fake_kv import EMPTY, Flight
 
@@ -46,6 +47,22 @@ def take_from_another_life(flying: deque[Flight]) -> None:
     flying[-1].handle = type(flying[-1].handle)(flying[-1].handle.block_id, flying[-1].handle.generation + 1)
 
 
+def lose(flying: deque[Flight]) -> None:
+    """The sender believes that it went out."""
+    flying.pop()
+
+
+def overtake(flying: deque[Flight]) -> None:
+    flying.rotate(1)
+
+
+def come_twice(flying: deque[Flight]) -> None:
+    """The second time much later, perhaps when the block is somebody else's."""
+    flying.append(replace(flying[0], content=list(flying[0].content)))
+
+
+# What a link may do to whole blocks: no request need fail of it, except of a loss.
+LINK_FAULTS: dict[str, Damage] = {fault.__name__: fault for fault in (lose, overtake, come_twice)}
 DAMAGES: dict[str, Damage] = {
     damage.__name__: damage
     for damage in (flip, zero, truncate, lose_the_bytes, swap_contents, replace_whole, take_from_another_life)

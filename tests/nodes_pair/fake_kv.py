@@ -18,6 +18,7 @@ from kvtransfer.errors import PeerUnreachableError
 from kvtransfer.events import Event, EventBox
 from kvtransfer.layout import WIRE_VERSION
 from kvtransfer.receives import Claim, ReceiveLedger
+from kvtransfer.regroup import Source
 from kvtransfer.sends import Push, PushItem, SendLedger
 from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
 
@@ -41,8 +42,22 @@ class Memory:
         size = self.block_size
         return [self.blocks[block_table[i // size]][i % size] for i in range(length)]
 
+    def content(self, item: PushItem, block_size: int) -> list[int]:
+        """What is sent for ``item`` to a receiver whose blocks have ``block_size`` tokens."""
+        if item.run is None:
+            assert block_size == self.block_size
+            return list(self.blocks[item.block_id])
+        first, end = item.run.first_slot, item.run.first_slot + item.run.num_tokens
+        tokens = self.read(item.run.block_ids, end)[first:]
+        return tokens + [EMPTY] * (block_size - len(tokens))
+
     def zero_tail(self, block_id: int, first: int) -> None:
         self.blocks[block_id][first:] = [EMPTY] * (self.block_size - first)
+
+
+def read_by(item: PushItem) -> tuple[int, ...]:
+    """The sender's blocks that are read for ``item``."""
+    return (item.block_id,) if item.run is None else item.run.block_ids
 
 
 def digest(content: Sequence[int], identity: BlockIdentity) -> int:
@@ -102,7 +117,7 @@ class Wire:
     def read(self) -> None:
         assert self.posted is not None
         push, item = self.posted
-        content = list(self.sender.memory.blocks[item.block_id])
+        content = self.sender.memory.content(item, self.receiver.memory.block_size)
         identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
         self.flying.append(Flight(push.ticket_id, item.handle, item.index, content, digest(content, identity)))
         assert POISON not in content, "the contents of unused slots leave the node"
@@ -113,7 +128,7 @@ class Wire:
         """Perhaps long after the block has arrived, as with UCX."""
         assert self.posted is not None
         (push, item), self.posted = self.posted, None
-        assert self.sender.is_owned(item.block_id), "a block was given back while the transport read it"
+        assert all(map(self.sender.is_owned, read_by(item))), "a block was given back while the transport read it"
         self.sender.sends.sent(push, item.index)
 
     def arrive(self) -> None:
@@ -181,11 +196,13 @@ class FakePlane:
             digest="sampled",
         )
 
-    def push(self, ticket: TransferTicket, items: Sequence[tuple[int, int]]) -> None:
+    def push(self, ticket: TransferTicket, items: Sequence[tuple[int, Source]]) -> None:
         peer = ticket.hello.peer
         target = self.peers(peer)
         if peer in self.dead or target is None:
             raise PeerUnreachableError(f"{peer.node_id} is not there")
+        same_size = target.memory.block_size == self.memory.block_size
+        assert all(isinstance(source, int) == same_size for _index, source in items)
         self.sends.submit(ticket, "fake", items)
         if peer not in self.wires:
             self.wires[peer] = Wire(self, target)
@@ -207,6 +224,6 @@ class FakePlane:
 
     def being_read(self) -> list[int]:
         """Local blocks that the transport may still read."""
-        waiting = [item.block_id for push in self.sends.all_pushes() for item in push.queue]
-        posted = [wire.posted[1].block_id for wire in self.wires.values() if wire.posted is not None]
-        return waiting + posted
+        waiting = [item for push in self.sends.all_pushes() for item in push.queue]
+        posted = [wire.posted[1] for wire in self.wires.values() if wire.posted is not None]
+        return [block_id for item in waiting + posted for block_id in read_by(item)]

@@ -85,11 +85,13 @@ class Node:
         post: Callable[[Party, Party, Message], None],
         clock: Callable[[], float],
         new_ticket_id: Callable[[], int],
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.party = party
         self.role = role
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.memory = Memory(NUM_BLOCKS, BLOCK_SIZE)
+        self.block_size, num_blocks = block_size, NUM_BLOCKS * BLOCK_SIZE // block_size
+        self.pool = BlockPool(num_blocks)
+        self.memory = Memory(num_blocks, block_size)
         self.plane = FakePlane(PeerId(party.id, party.epoch), self.memory)
         self.plane.is_owned = lambda block_id: any(
             report.block_id == block_id and report.state == "owned" for report in self.pool.report()
@@ -104,8 +106,8 @@ class Node:
             self.state = PrefillState(
                 self.pool,
                 PrefillSettings(
-                    block_size=BLOCK_SIZE,
-                    num_blocks=NUM_BLOCKS,
+                    block_size=block_size,
+                    num_blocks=num_blocks,
                     max_batch_tokens=7,
                     max_active=3,
                     max_model_len=MAX_MODEL_LEN,
@@ -116,8 +118,8 @@ class Node:
             self.state = DecodeState(
                 self.pool,
                 DecodeSettings(
-                    block_size=BLOCK_SIZE,
-                    num_blocks=NUM_BLOCKS,
+                    block_size=block_size,
+                    num_blocks=num_blocks,
                     max_num_seqs=4,
                     max_model_len=MAX_MODEL_LEN,
                     fingerprint=FINGERPRINT,
@@ -175,7 +177,7 @@ class Node:
         self._take_in(StepFinished(StepResult(tuple(tokens), tuple(failed), 0.0)))
 
     def _check_chunk(self, chunk: SequenceChunk) -> None:
-        for index in range(chunk.start // BLOCK_SIZE, -(-chunk.position // BLOCK_SIZE)):
+        for index in range(chunk.start // self.block_size, -(-chunk.position // self.block_size)):
             block_id = chunk.block_table[index]
             names = [str(chunk.key)]
             if self.role == "decode" and chunk.sampling is not None:

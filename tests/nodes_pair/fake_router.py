@@ -70,18 +70,24 @@ class Job:
         """True once the decode node has spoken for it."""
         return any(len(token_ids) > 1 for token_ids in self.answers.values())
 
-    def names(self) -> tuple[bytes, ...]:
-        return block_hashes(SEED, self.prompt, BLOCK_SIZE)
+    def names(self, block_size: int = BLOCK_SIZE) -> tuple[bytes, ...]:
+        return block_hashes(SEED, self.prompt, block_size)
 
 
 class Router:
     """Trusts nobody: every token is compared with the only right answer the moment it comes."""
 
-    def __init__(self, party: Party, post: Callable[[Party, Party, Message], None]) -> None:
+    def __init__(
+        self,
+        party: Party,
+        post: Callable[[Party, Party, Message], None],
+        block_size_of: Callable[[Party], int] = lambda _party: BLOCK_SIZE,
+    ) -> None:
         self.party = party
         self.jobs: dict[RequestKey, Job] = {}
         self.dead: set[tuple[str, int]] = set()
         self._post = post
+        self._block_size_of = block_size_of
 
     def open_jobs(self) -> list[Job]:
         return [job for job in self.jobs.values() if job.ending is None]
@@ -97,7 +103,7 @@ class Router:
             prefill=prefill,
             prompt_len=len(prompt),
             seed_hash=SEED,
-            block_hashes=job.names(),
+            block_hashes=job.names(self._block_size_of(decode)),
             sampling=sampling,
             deadline_s=deadline_s,
         )
@@ -169,7 +175,7 @@ class Router:
         submit = Submit(
             key=job.key,
             prompt_token_ids=job.prompt,
-            block_hashes=job.names(),
+            block_hashes=job.names(self._block_size_of(job.prefill)),
             sampling=job.sampling,
             ticket=granted.ticket,
             deadline_s=job.deadline_s,

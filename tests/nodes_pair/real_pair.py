@@ -75,10 +75,11 @@ class Line:
 class RealNode:
     """One node; ``state`` decides, ``pool`` keeps the books, ``cache`` has the bytes."""
 
-    def __init__(self, model: LlamaModel, line: Line, scheme: str, digest: str, role: str) -> None:
-        self.party = line.party
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.cache = KVCache(model.kv_layout(BLOCK_SIZE), NUM_BLOCKS)
+    def __init__(self, model: LlamaModel, line: Line, scheme: str, digest: str, role: str, block_size: int) -> None:
+        self.party, self.block_size = line.party, block_size
+        num_blocks = NUM_BLOCKS * BLOCK_SIZE // block_size
+        self.pool = BlockPool(num_blocks)
+        self.cache = KVCache(model.kv_layout(block_size), num_blocks)
         self._loop = NodeLoop(ModelRunner(model, self.cache), self.cache, line)
         self.plane = open_plane(
             [scheme],
@@ -87,8 +88,9 @@ class RealNode:
             secret=None,
             wakeup=self._loop.wake_for_transfer,
             digest=digest,
+            layout=self.cache.layout,
         )
-        shared = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN}
+        shared = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": MAX_MODEL_LEN}
         self.state: NodeState
         if role == "prefill":
             settings = PrefillSettings(**shared, max_batch_tokens=9, max_active=3, fingerprint=FINGERPRINT)
@@ -142,11 +144,12 @@ class RealPair:
     async def _ask(self, prompt: tuple[int, ...], sampling: SamplingParams) -> dict[int, Answer] | Failed:
         key, send = next(self._names), self._router.send
         inbox = self._inboxes[key] = asyncio.Queue()
-        names = block_hashes(SEED, prompt, BLOCK_SIZE)
         prefill, decode = self.prefill.party, self.decode.party
+        names = block_hashes(SEED, prompt, self.decode.block_size)
         send(decode, Reserve(key, prefill, len(prompt), SEED, names, sampling, DEADLINE_S))
         granted = await inbox.get()
         assert isinstance(granted, Granted), granted
+        names = block_hashes(SEED, prompt, self.prefill.block_size)
         send(prefill, Submit(key, prompt, names, sampling, granted.ticket, DEADLINE_S))
         answers: dict[int, Answer] = {each.choice: [] for each in sampling.choices()}
         open_choices, begun = set(answers), False
@@ -181,13 +184,18 @@ def tiny_model(directory: Path, ops: Backend | None = None) -> LlamaModel:
 
 @asynccontextmanager
 async def real_pair(
-    directory: Path, scheme: str, digest: str = "sampled", backend: Callable[[], Backend] = Reference
+    directory: Path,
+    scheme: str,
+    digest: str = "sampled",
+    *,
+    backend: Callable[[], Backend] = Reference,
+    block_sizes: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE),
 ) -> AsyncIterator[RealPair]:
-    """Both nodes run; afterwards they hold nothing."""
+    """Both nodes run; afterwards they hold nothing. ``block_sizes`` are the prefill and the decode node's."""
     torch.set_num_threads(1)
     hub = Hub()
-    prefill = RealNode(tiny_model(directory, backend()), hub.open("P"), scheme, digest, "prefill")
-    decode = RealNode(tiny_model(directory, backend()), hub.open("D"), scheme, digest, "decode")
+    prefill = RealNode(tiny_model(directory, backend()), hub.open("P"), scheme, digest, "prefill", block_sizes[0])
+    decode = RealNode(tiny_model(directory, backend()), hub.open("D"), scheme, digest, "decode", block_sizes[1])
     pair = RealPair(hub, prefill, decode)
     try:
         tasks = [asyncio.create_task(work()) for work in (prefill.run, decode.run, pair.listen)]
@@ -195,7 +203,7 @@ async def real_pair(
         await pair.at_rest()
         for node in (prefill, decode):
             assert node.state.check() == ()
-            assert node.pool.num_free == NUM_BLOCKS
+            assert node.pool.num_free == node.pool.num_blocks
             stats = node.plane.stats()
             assert (stats.open_tickets, stats.open_pushes) == (0, 0)
     finally:

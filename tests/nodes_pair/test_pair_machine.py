@@ -1,9 +1,9 @@
 """Any order of events: two routers, two prefill and two decode nodes, and a hypothesis that picks what is next.
 
-Channels keep the order of each (sender, receiver) pair and no other. Nodes die and come back as other lives, routers
-cancel (a request, or one of its choices) and fall silent, connections break with blocks on them, steps fail. After
-every rule all rules of ownership hold (:meth:`World.check`, and the checks inside the fakes); at the end nothing is
-left and everybody was answered.
+Channels keep the order of each (sender, receiver) pair and no other, and lose messages. Nodes have blocks of different
+sizes, die and come back as other lives, routers cancel (a request, or one of its choices) and fall silent, connections
+break with blocks on them, lose blocks, reorder and repeat them, steps fail. After every rule all rules of ownership
+hold (:meth:`World.check`, and the checks inside the fakes); at the end nothing is left and everybody was answered.
 Blocks are damaged on their way, and what nobody holds is overwritten after every rule: neither may reach an answer.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 
-from damages import DAMAGES
+from damages import DAMAGES, LINK_FAULTS
 from fake_node import MAX_MODEL_LEN, VOCABULARY
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,6 +21,8 @@ from world import World
 from cluster.request import SamplingParams
 
 picks = st.integers(0, 1000)
+# Tokens in a block of two prefill and two decode nodes: all alike, and pairs of which one, or none, divides the other.
+BLOCK_SIZES = [(4, 4, 4, 4), (4, 2, 4, 8), (2, 3, 4, 4), (4, 8, 3, 2), (5, 7, 4, 3)]
 # Families of prompts share prefixes; a tail makes them differ after any number of tokens.
 FAMILIES = [[random.Random(seed).randrange(VOCABULARY) for _ in range(MAX_MODEL_LEN)] for seed in range(2)]
 prompts = st.builds(
@@ -45,9 +47,9 @@ samplings = st.builds(
 class PairMachine(RuleBasedStateMachine):
     world: World
 
-    @initialize()
-    def start(self) -> None:
-        self.world = World()
+    @initialize(sizes=st.sampled_from(BLOCK_SIZES))
+    def start(self, sizes: tuple[int, int, int, int]) -> None:
+        self.world = World(block_sizes=dict(zip(("P0", "P1", "D0", "D1"), sizes, strict=True)))
 
     # --- what clients do ---
 
@@ -114,6 +116,18 @@ class PairMachine(RuleBasedStateMachine):
         wires = [wire for wire in self.world.wires() if wire.flying]
         DAMAGES[name](wires[pick % len(wires)].flying)
 
+    @precondition(lambda self: any(wire.flying for wire in self.world.wires()))
+    @rule(pick=picks, name=st.sampled_from(sorted(LINK_FAULTS)))
+    def link_misbehaves(self, pick: int, name: str) -> None:
+        wires = [wire for wire in self.world.wires() if wire.flying]
+        LINK_FAULTS[name](wires[pick % len(wires)].flying)
+
+    @precondition(lambda self: self.world.losable())
+    @rule(pick=picks)
+    def message_is_lost(self, pick: int) -> None:
+        pairs = self.world.losable()
+        self.world.channels[pairs[pick % len(pairs)]].popleft()
+
     @precondition(lambda self: any(node.plan is not None for node in self.world.nodes.values()))
     @rule(pick=picks)
     def step_fails(self, pick: int) -> None:
@@ -148,7 +162,7 @@ class PairMachine(RuleBasedStateMachine):
 
 TestPairMachine = PairMachine.TestCase
 TestPairMachine.settings = settings(
-    max_examples=60,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -94,6 +95,33 @@ async def test_metrics_tell_of_damage_and_of_blocks_of_nobody(tmp_path: Path, mo
         assert {sample.name: sample.value for sample in view.samples()}["kv_blocks_orphaned"] == 0
         sent = NodeView("prefill", "P", pair.prefill.state, pair.prefill.pool, pair.prefill.plane, lambda: 0.0)
         assert {sample.name: sample.value for sample in sent.samples()}["kv_digest_seconds_total"] > 0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_the_forward_thread_does_not_wait_for_the_network(scheme, tmp_path: Path, monkeypatch):
+    """The receiving transport stands still; the prefill node computes on, and so does the decode node."""
+    async with real_pair(tmp_path, scheme) as pair:
+        running = asyncio.create_task(pair.ask(PROMPTS[1], 30))
+        while not any(row["state"] == "running" for row in pair.decode.state.report()):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        digester = pair.decode.plane._context.digester
+        fits, stuck, go_on = digester.fits, threading.Event(), threading.Event()
+
+        def wait(*block) -> bool:
+            stuck.set()
+            assert go_on.wait(30)
+            return fits(*block)
+
+        monkeypatch.setattr(digester, "fits", wait)
+        try:
+            waiting = asyncio.create_task(pair.ask(PROMPTS[5], 4))
+            assert await asyncio.to_thread(stuck.wait, 30)
+            assert isinstance(await pair.ask(PROMPTS[2], 1), list)
+            assert isinstance(await running, list)
+            assert not waiting.done()
+        finally:
+            go_on.set()
+        assert isinstance(await waiting, list)
 
 
 def _poison_before_every_event(node, marker: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
+from math import isfinite
+from types import MappingProxyType
 
 from fake_kv import POISON, FakePlane, Wire
-from fake_node import Node
+from fake_node import BLOCK_SIZE, Node
 from fake_router import Router
 
-from cluster.wire import Message, Party, Ping
+from cluster.wire import Cancel, Commit, Message, Party, PeerDown, Ping, Submit
 from decode_node.intake import IntakeState
 from decode_node.scheduler import DecodeState
 from engine.audit import Held
@@ -21,16 +23,26 @@ Move = Callable[[], None]
 
 
 class World:
-    """``lives`` holds every life of every node there ever was; ``nodes`` the present ones by name."""
+    """``lives`` holds every life of every node there ever was; ``nodes`` the present ones by name.
 
-    def __init__(self, num_prefill: int = 2, num_decode: int = 2, num_routers: int = 2) -> None:
+    ``block_sizes`` are the nodes' by name, where it is not the usual one.
+    """
+
+    def __init__(
+        self,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        num_routers: int = 2,
+        block_sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.now = 1000.0
         self.channels: dict[tuple[Party, Party], deque[Message]] = {}
         self.nodes: dict[str, Node] = {}
         self.lives: list[Node] = []
         self._epochs = count(1)
         self._ticket_ids = count(1)
-        self.routers = [Router(self._party(f"R{i}"), self.post) for i in range(num_routers)]
+        self.block_sizes = block_sizes
+        self.routers = [Router(self._party(f"R{i}"), self.post, self._block_size_of) for i in range(num_routers)]
         for name in [f"P{i}" for i in range(num_prefill)] + [f"D{i}" for i in range(num_decode)]:
             self.start_node(name)
 
@@ -38,7 +50,9 @@ class World:
 
     def start_node(self, name: str) -> None:
         role = "prefill" if name.startswith("P") else "decode"
-        node = Node(self._party(name), role, self.post, lambda: self.now, lambda: next(self._ticket_ids))
+        party = self._party(name)
+        size = self._block_size_of(party)
+        node = Node(party, role, self.post, lambda: self.now, lambda: next(self._ticket_ids), size)
         node.plane.peers = self._plane_of
         self.nodes[name] = node
         self.lives.append(node)
@@ -62,6 +76,21 @@ class World:
         queue = self.channels.setdefault((sender, receiver), deque())
         if not (isinstance(message, Ping) and Ping(0) in queue):
             queue.append(message)
+
+    def losable(self) -> list[tuple[Party, Party]]:
+        """Channels whose next message may get lost: between nodes, and from a router what a node can do without.
+
+        The loss of anything else, and of Commit behind its token 0, is noticed by the router's timers, which are not
+        simulated here.
+        """
+        nodes = set(self.parties())
+        return [
+            pair
+            for pair, queue in self.channels.items()
+            if queue
+            and not isinstance(queue[0], Commit)
+            and (nodes.issuperset(pair) or isinstance(queue[0], Submit | Cancel | PeerDown))
+        ]
 
     # --- what can happen ---
 
@@ -110,6 +139,7 @@ class World:
         for node in self.nodes.values():
             node.pool.check_integrity()
             assert node.state.check() == (), "blocks of nobody"
+            assert all(isfinite(float(row["deadline_s"])) for row in node.state.report()), "blocks without a deadline"
             owned = {report.block_id for report in node.pool.report() if report.state == "owned"}
             assert owned.issuperset(node.plane.being_read()), "the transport reads a block that was given back"
             if isinstance(node.state, DecodeState):
@@ -190,6 +220,9 @@ class World:
         node = self.nodes.get(receiver.id)
         if node is not None and node.party == receiver:
             node.receive(sender, message)
+
+    def _block_size_of(self, party: Party) -> int:
+        return self.block_sizes.get(party.id, BLOCK_SIZE)
 
     def _plane_of(self, peer: PeerId) -> FakePlane | None:
         return next((life.plane for life in self.lives if life.plane.me == peer), None)

@@ -68,7 +68,7 @@ def make_submit(
         prompt_token_ids=token_ids,
         block_hashes=block_hashes(SEED, token_ids, BLOCK_SIZE),
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop),
-        ticket=Ticket(decode, "layout", first_missing, num_missing, transfer),
+        ticket=Ticket(decode, "layout", BLOCK_SIZE, first_missing, num_missing, transfer),
         deadline_s=deadline_s,
         num_emitted=num_emitted,
     )

@@ -29,6 +29,14 @@ def test_every_length_that_fits_is_taken(prompt_len: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("block_size", "first", "num_blocks"), [(3, 0, 4), (3, 6, 2), (3, 9, 1), (16, 0, 1), (1, 10, 0)]
+)
+def test_a_ticket_counts_in_blocks_of_the_decode_node(block_size: int, first: int, num_blocks: int) -> None:
+    ticket = {"block_size": block_size, "first_missing_token": first, "num_blocks": num_blocks}
+    assert check_submit(with_ticket(make_submit(10), **ticket), SETTINGS) is None
+
+
+@pytest.mark.parametrize(
     ("submit", "code"),
     [
         (make_submit(0), "context_length_exceeded"),
@@ -43,6 +51,9 @@ def test_every_length_that_fits_is_taken(prompt_len: int) -> None:
         (with_ticket(make_submit(8), first_missing_token=12, num_blocks=-1), "node_state"),
         (with_ticket(make_submit(8), num_blocks=1), "node_state"),
         (with_ticket(make_submit(8), num_blocks=3), "node_state"),
+        (with_ticket(make_submit(8), block_size=3), "node_state"),
+        (with_ticket(make_submit(8), block_size=8), "node_state"),
+        (with_ticket(make_submit(8, first_missing=4), block_size=3), "node_state"),
     ],
 )
 def test_what_can_never_run_is_refused(submit: Submit, code: str) -> None:

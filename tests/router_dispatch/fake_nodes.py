@@ -61,7 +61,10 @@ class FakeNode:
 
     role: Role
 
-    def __init__(self, name: str, *, num_blocks: int = 64, fingerprint: str = FINGERPRINT) -> None:
+    def __init__(
+        self, name: str, *, num_blocks: int = 64, fingerprint: str = FINGERPRINT, block_size: int = BLOCK_SIZE
+    ) -> None:
+        self.block_size = block_size
         self.config = ClusterConfig(name, new_epoch(), "redis://unused", "127.0.0.1", "127.0.0.1", None)
         self.channel = Channel(self.config)
         self.held: set[RequestKey] = set()
@@ -83,7 +86,7 @@ class FakeNode:
             party=self.party,
             http_address="http://127.0.0.1:1",
             fingerprint=self._fingerprint,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             num_blocks=self._num_blocks,
             max_model_len=self._num_blocks * BLOCK_SIZE,
             transports=("tcp",),
@@ -223,7 +226,7 @@ class FakeDecode(FakeNode):
         self.granted.append(reserve.key)
         self._sizes[reserve.key] = size
         self._routers[reserve.key] = router
-        self.send(router, Granted(reserve.key, Ticket(self.party, FINGERPRINT, 0, 1, b"")))
+        self.send(router, Granted(reserve.key, Ticket(self.party, FINGERPRINT, self.block_size, 0, 1, b"")))
 
     async def _stream(self, key: RequestKey, capsule: Capsule) -> None:
         index = 1

@@ -22,7 +22,7 @@ from router.policy import Candidate
 from router.queue import WaitingLine
 from router.registry import Node, NodeRegistry
 from tests.cluster.redis_server import eventually
-from tests.router_dispatch.fake_nodes import FakeDecode, FakeNode, FakePrefill, token
+from tests.router_dispatch.fake_nodes import BLOCK_SIZE, FakeDecode, FakeNode, FakePrefill, token
 
 LIMIT_S = 20.0
 
@@ -155,11 +155,15 @@ async def running_rig(
     num_decode: int = 1,
     max_waiting: int = 100,
     max_wait_s: float = LIMIT_S,
+    block_sizes: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE),
 ) -> AsyncIterator[tuple[Rig, list[FakePrefill], list[FakeDecode]]]:
-    """A router and its nodes, ready; at the end nothing may be left of any request."""
+    """A router and its nodes, ready; at the end nothing may be left of any request.
+
+    ``block_sizes`` are the prefill and the decode nodes'.
+    """
     config = ClusterConfig("router", new_epoch(), "redis://unused", "127.0.0.1", "127.0.0.1", None)
-    prefills = [FakePrefill(f"prefill-{i}") for i in range(num_prefill)]
-    decodes = [FakeDecode(f"decode-{i}") for i in range(num_decode)]
+    prefills = [FakePrefill(f"prefill-{i}", block_size=block_sizes[0]) for i in range(num_prefill)]
+    decodes = [FakeDecode(f"decode-{i}", block_size=block_sizes[1]) for i in range(num_decode)]
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(Channel(config))
         for node in (*prefills, *decodes):

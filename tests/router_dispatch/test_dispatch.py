@@ -15,6 +15,7 @@ from cluster.errors import (
     TransferError,
     WorkerLostError,
 )
+from cluster.prefix_hash import block_hashes
 from cluster.request import RequestKey
 from cluster.wire import (
     Cancel,
@@ -44,6 +45,17 @@ async def test_the_answer_comes_in_order(max_tokens: int) -> None:
         await rig.settle()
         assert decode.count(Cancel) == 0, "what has ended is not cancelled"
         assert decode.count(Commit) == (1 if max_tokens > 1 else 0)
+
+
+@pytest.mark.parametrize("block_sizes", [(4, 8), (8, 4), (3, 5)])
+async def test_each_node_gets_the_prompts_names_in_blocks_of_its_own_size(block_sizes: tuple[int, int]) -> None:
+    prompt = tuple(range(17))
+    async with running_rig(block_sizes=block_sizes) as (rig, (prefill,), (decode,)):
+        assert await rig.ask(prompt, 3) == answer(prompt, 3)
+        submit = next(message for message in prefill.got if isinstance(message, Submit))
+        reserve = next(message for message in decode.got if isinstance(message, Reserve))
+        assert submit.block_hashes == block_hashes(reserve.seed_hash, prompt, block_sizes[0])
+        assert reserve.block_hashes == block_hashes(reserve.seed_hash, prompt, block_sizes[1])
 
 
 async def test_many_at_once_get_their_own_answers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.request import RequestId, RequestKey
 from cluster.wire import NodeLoad, Pong, Refused
 from router.naming import PromptNames
@@ -142,7 +144,7 @@ def test_a_node_that_is_joining_is_waited_for() -> None:
 def test_readiness_and_sizes() -> None:
     assert books(P).placer.readiness().reason == "no decode node is alive"
     assert books(A).placer.readiness().reason == "no prefill node is alive"
-    assert "different" in books(P, record("a", fingerprint="g")).placer.readiness().reason
+    assert "do not fit" in books(P, record("a", fingerprint="g")).placer.readiness().reason
     assert books(P, A).placer.readiness().ready
     assert books(P).placer.max_request_tokens() is None
     small = record("s", num_blocks=2)
@@ -156,3 +158,40 @@ def test_what_a_node_reports_and_what_was_placed_since_are_added() -> None:
     for party, count in ((A.party, 5), (B.party, 3)):
         b.eyes.registry.on_pong(party, Pong(2, NodeLoad(num_running=count)), b.eyes.now)
     assert [b.booked().placement.decode.id for _ in range(4)] == ["b", "b", "a", "b"]
+
+
+FACTS = {"KV dtype": "float32", "weights": "a" * 80, "layers": "30"}
+
+
+def test_ready_says_in_what_the_nodes_differ() -> None:
+    prefill = record("p", role="prefill", layout=FACTS)
+    other = record("a", fingerprint="g", layout={**FACTS, "KV dtype": "bfloat16"})
+    reason = books(prefill, other).placer.readiness().reason
+    assert reason == "prefill node p and decode node a do not fit: KV dtype float32 and bfloat16"
+    foreign = record("a", fingerprint="g", layout={**FACTS, "weights": "b" * 80})
+    assert len(books(prefill, foreign).placer.readiness().reason) < 200
+    silent = record("a", fingerprint="g")
+    assert "their models or KV layouts differ" in books(prefill, silent).placer.readiness().reason
+    # A second node that fits is enough.
+    assert books(prefill, other, record("b", layout=FACTS)).placer.readiness().ready
+
+
+def test_nodes_of_different_block_sizes_are_paired_and_named_apart() -> None:
+    b = books(record("p", role="prefill", block_size=16), record("a", block_size=48))
+    assert b.placer.readiness().ready
+    placement = b.booked().placement
+    assert (placement.prefill_block_size, placement.decode_block_size) == (16, 48)
+    names = PromptNames(tuple(range(480)), "")
+    seed, ours = names.of("f", 16)
+    assert (seed, len(ours)) == (names.of("f", 48)[0], 30)
+    assert not set(ours) & set(names.of("f", 48)[1]), "a hit on one node would count for the other"
+    alike = PromptNames((5,) * 480, "")
+    assert not set(alike.of("f", 16)[1]) & set(alike.of("f", 32)[1])
+
+
+def test_a_misfit_is_logged_once_when_it_joins(caplog: pytest.LogCaptureFixture) -> None:
+    b = books(record("p", role="prefill", layout=FACTS))
+    b.eyes.see(record("a", fingerprint="g", layout={**FACTS, "layers": "31"}))
+    b.eyes.see(record("a", fingerprint="g", layout={**FACTS, "layers": "31"}))
+    told = [r.getMessage() for r in caplog.records if "do not fit" in r.getMessage()]
+    assert told == ["decode node a and prefill node p do not fit: layers 31 and 30"]

@@ -59,7 +59,7 @@ def test_placements(
     outcome = place(SMALL, prefills, decodes, cached)
     assert isinstance(outcome, Placement)
     assert (outcome.prefill.id, outcome.decode.id) == expected
-    assert outcome.block_size == 16
+    assert (outcome.prefill_block_size, outcome.decode_block_size) == (16, 16)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from router.policy import Booking, Busy, Demand, NoPair, Placement
 from router.queue import Turn, WaitingLine, Wanted
 from tests.cluster.redis_server import eventually
 
-PLACEMENT = Placement(Party("p", 1, ""), Party("d", 1, ""), "f", 16)
+PLACEMENT = Placement(Party("p", 1, ""), Party("d", 1, ""), "f", 16, 16)
 
 
 def wanted(size: int = 1) -> Wanted:
