@@ -155,7 +155,7 @@ def test_what_cannot_be_cut_is_refused(nodes) -> None:
 
 def test_a_road_that_sends_rows_of_the_pool_only_is_passed_over(nodes, monkeypatch) -> None:
     p, d = nodes(["inproc", "tcp"], "P", layout=layout(4)), nodes(["inproc", "tcp"], "D", layout=layout(6))
-    monkeypatch.setattr(type(p.plane._roads["tcp"]), "regroups", False)
+    monkeypatch.setattr(p.plane._roads["tcp"], "regroups", False)
     ticket: TransferTicket = d.grant([0])
     p.plane.push(ticket, [(0, TokenRun((0, 1), 0, 6))])
     d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})

@@ -60,6 +60,23 @@ def test_cold_and_with_prefix_hits(
     assert stack.total("decode", "baton_kv_transfers_total{direction=receive,outcome=done}") > len(expected)
 
 
+def test_a_node_that_does_not_fit_is_refused_with_the_reason(stack: Stack, demo_model_dir: Path) -> None:
+    """Last here: no pair is left."""
+    old = [node_id for node_id, record in stack.records().items() if record.role == "decode"]
+    options = ("--model", str(demo_model_dir), "--dtype", "bf16", "--kv-blocks", "100")
+    stack.add_node("decode", "decode-bf16", *options)
+    for node_id in old:
+        stack.kill(node_id)
+    wait_for("the old decode node is gone", lambda: stack.alive_nodes("decode") == 1)
+    with stack.client() as client:
+        ready = client.get("/ready")
+        refused = client.post("/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 2})
+    assert ready.status_code == 503
+    assert "do not fit: KV dtype float32 and bfloat16" in ready.json()["reason"]
+    assert refused.status_code == 503
+    assert "decode-bf16 and prefill node" in (stack.log_dir / "router.log").read_text()
+
+
 def _have(stack: Stack, role: Role, block_size: int, model_dir: Path) -> None:
     """Exactly one node of that role, with blocks of that size: `baton up` starts all nodes with one size."""
     old = {node_id: record.block_size for node_id, record in stack.records().items() if record.role == role}
