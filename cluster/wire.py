@@ -17,6 +17,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from cluster.errors import ContextLengthError
 from cluster.prefix_hash import HASH_BYTES
 from cluster.request import (
     MAX_CHOICES,
@@ -93,11 +94,15 @@ class Granted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """D -> router: no room now (``retry_after_s``), or never (``retry_after_s`` is None)."""
+    """D -> router: no room now (``retry_after_s``), or never (``retry_after_s`` is None).
+
+    ``code`` is the `cluster.errors` code of a request that never fits.
+    """
 
     key: RequestKey
     reason: str
     retry_after_s: Seconds | None
+    code: str = ContextLengthError.code
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -60,19 +60,22 @@ class Batch:
         planned, self._planned = self._planned, []
         sampled = {(token.key, token.choice): token for token in result.tokens}
         failed = dict(result.failed)
-        for intake, branch in planned:
+        tokens: list[SampledToken | None] = []
+        for _intake, branch in planned:
             branch.in_step = False
-            if branch.generating and (intake.key, branch.choice) not in sampled:
-                failed.setdefault(intake.key, "the engine gave no token for this request")
+            tokens.append(sampled.get((branch.key, branch.choice)))
+            if tokens[-1] is None and branch.generating:
+                failed.setdefault(branch.key, "the engine gave no token for this request")
         items: dict[Party, list[TokenItem]] = {}
-        for intake, branch in planned:
+        intakes: list[Intake] = []
+        for (intake, branch), token in zip(planned, tokens, strict=True):
+            if not intakes or intakes[-1] is not intake:
+                intakes.append(intake)
             if not branch.generating:
                 self._table.release(intake, branch, now)
-            elif intake.state is IntakeState.RUNNING and intake.key not in failed:
-                item = self._advance(intake, branch, sampled[intake.key, branch.choice], now)
-                items.setdefault(intake.router, []).append(item)
-        intakes = {intake.key: intake for intake, _branch in planned}
-        return Progress(items, tuple(intakes.values()), failed, len(planned))
+            elif token is not None and intake.state is IntakeState.RUNNING and not (failed and intake.key in failed):
+                items.setdefault(intake.router, []).append(self._advance(intake, branch, token, now))
+        return Progress(items, tuple(intakes), failed, len(planned))
 
     def _advance(self, intake: Intake, branch: Branch, token: SampledToken, now: float) -> TokenItem:
         index = branch.num_generated

@@ -40,13 +40,14 @@ BRANCH = TransitionTable(
 
 @dataclass(slots=True)
 class Branch:
-    """A choice being generated. Mutable, changed only by the decode node's scheduler and table.
+    """A choice being generated. Mutable, changed only by the decode node's batch and table.
 
-    ``sampling`` asks for this choice alone. ``tail`` are the tokens stored after the last full block, whose name is
+    ``sampling`` asks for this ``choice`` alone. ``tail`` are the tokens stored after the last full block, whose name is
     ``parent_name``.
     """
 
     key: RequestKey
+    choice: int
     owner: str
     sampling: SamplingParams
     block_table: list[int]
@@ -59,11 +60,6 @@ class Branch:
     tail: list[int] = field(default_factory=list)
     history: TokenHistory | None = None
     in_step: bool = False
-
-    @property
-    def choice(self) -> int:
-        """Which of its request's choices it is."""
-        return self.sampling.choice
 
     @property
     def generating(self) -> bool:

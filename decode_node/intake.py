@@ -175,6 +175,7 @@ class Intake:
             history.append(started.token0)
         return Branch(
             key=self.key,
+            choice=started.choice,
             owner=self.owner if self.sampling.num_choices == 1 else f"{self.owner}/{started.choice}",
             sampling=sampling,
             block_table=[],

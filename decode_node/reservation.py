@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.errors import ContextLengthError, InvalidRequestError
 from cluster.request import SamplingParams
 from cluster.wire import Reserve
 from engine.block_pool import BlockPool
@@ -31,10 +32,11 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """Why not; ``retry_after_s`` is None if it can never fit here."""
+    """Why not; ``retry_after_s`` is None if it can never fit here: ``code`` says what kind of error that is."""
 
     reason: str
     retry_after_s: float | None
+    code: str = ContextLengthError.code
 
 
 FULL_RETRY_S = 0.25
@@ -74,7 +76,8 @@ def find_room(
     if prompt_blocks + growth > settings.num_blocks:
         return NoRoom("prompt and max_tokens exceed the decode node's whole KV pool", None)
     if num_choices > settings.max_num_seqs:
-        return NoRoom(f"{num_choices} choices are over the decode node's {settings.max_num_seqs} sequence slots", None)
+        reason = f"{num_choices} choices are over the decode node's {settings.max_num_seqs} sequence slots"
+        return NoRoom(reason, None, InvalidRequestError.code)
     if num_held + num_choices > settings.max_num_seqs:
         return NoRoom("all sequence slots are in use", FULL_RETRY_S)
     shared = tuple(pool.match(reserve.block_hashes))

@@ -177,7 +177,7 @@ class DecodeState:
         intake = self._table.admit(router, reserve, now)
         if isinstance(intake, NoRoom):
             self._counters["intakes_refused_total"] += 1
-            self._out.append(Send(router, Refused(key, intake.reason, intake.retry_after_s)))
+            self._out.append(Send(router, Refused(key, intake.reason, intake.retry_after_s, intake.code)))
             return
         num_shared = len(intake.block_table) - intake.num_missing
         transfer = b""

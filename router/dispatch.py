@@ -19,7 +19,6 @@ from itertools import count
 
 from cluster.errors import (
     BatonError,
-    ContextLengthError,
     DeadlineError,
     NoUsablePairError,
     OverloadedError,
@@ -135,7 +134,7 @@ class Dispatcher:
                     return booking, mailbox
                 cancel = False  # a refusal leaves nothing behind
                 if answer.retry_after_s is None:
-                    raise ContextLengthError(answer.reason)
+                    raise error_from_wire(answer.code, answer.reason)
             finally:
                 if not keep:
                     self._switchboard.close(mailbox, cancel=cancel)

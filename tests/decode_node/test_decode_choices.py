@@ -145,7 +145,7 @@ def test_growth_is_there_for_every_choice(prompt_len: int, max_tokens: int) -> N
 
 def test_slots_are_counted_by_choice(bench: DecodeBench) -> None:
     (never,) = of_kind(bench.reserve(4, name="big", max_tokens=1, num_choices=4), Refused)
-    assert never.retry_after_s is None
+    assert (never.retry_after_s, never.code) == (None, "invalid_value")
     assert "4 choices" in never.reason
     assert of_kind(bench.reserve(4, name="two", max_tokens=1, num_choices=2), Granted)
     (later,) = of_kind(bench.reserve(4, name="next", max_tokens=1, num_choices=2), Refused)

@@ -17,7 +17,20 @@ from safetensors.torch import save_file
 
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
-from cluster.wire import Cancelled, Envelope, Failed, Granted, Message, Party, Reserve, Submit, Token0, Tokens
+from cluster.wire import (
+    Cancel,
+    CancelChoice,
+    Cancelled,
+    Envelope,
+    Failed,
+    Granted,
+    Message,
+    Party,
+    Reserve,
+    Submit,
+    Token0,
+    Tokens,
+)
 from decode_node.reservation import DecodeSettings
 from decode_node.scheduler import DecodeState
 from engine.block_pool import BlockPool
@@ -134,6 +147,35 @@ class RealPair:
         """Every choice's tokens with their log-probabilities, or why there are none."""
         async with asyncio.timeout(DEADLINE_S):
             return await self._ask(tuple(prompt), sampling)
+
+    async def abandon(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, after: int, cut: Sequence[int] = ()
+    ) -> None:
+        """Ask, hear ``after`` messages at most, end the choices ``cut``, and cancel; both nodes confirm."""
+        async with asyncio.timeout(DEADLINE_S):
+            key, inbox = next(self._names), asyncio.Queue[Message]()
+            self._inboxes[key] = inbox
+            prefill, decode, send = self.prefill.party, self.decode.party, self._router.send
+            names = block_hashes(SEED, prompt, self.decode.block_size)
+            send(decode, Reserve(key, prefill, len(prompt), SEED, names, sampling, DEADLINE_S))
+            heard = await inbox.get() if after else None
+            if isinstance(heard, Granted):
+                names = block_hashes(SEED, prompt, self.prefill.block_size)
+                send(prefill, Submit(key, tuple(prompt), names, sampling, heard.ticket, DEADLINE_S))
+            ended = 0
+            for _ in range(after - 1):
+                message = await inbox.get()
+                lasts = message.items if isinstance(message, Tokens) else getattr(message, "choices", ())
+                ended += sum(each.finish_reason is not None for each in lasts)
+                if ended == sampling.num_choices or isinstance(message, Failed):
+                    break
+            for choice in cut:
+                send(decode, CancelChoice(key, choice))
+            for party in (prefill, decode):
+                send(party, Cancel(key))
+            num_confirmed = 0
+            while num_confirmed < 2:
+                num_confirmed += isinstance(await inbox.get(), Cancelled)
 
     async def at_rest(self) -> None:
         """Until both nodes hold no request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from real_pair import BLOCK_SIZE, SEED, Answer, RealPair, real_pair, tiny_model
+from real_pair import BLOCK_SIZE, NUM_BLOCKS, SEED, Answer, RealPair, real_pair, tiny_model
 
 from cluster.prefix_hash import block_hashes
 from cluster.request import RequestId, RequestKey, SamplingParams, finish_reason
@@ -110,3 +111,19 @@ async def _answers(pair: RealPair, prompt: list[int], sampling: SamplingParams) 
     found = await pair.ask_choices(prompt, sampling)
     assert not isinstance(found, Failed)
     return {choice: [token_id for token_id, _logprobs in answer] for choice, answer in found.items()}
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ucx"])
+async def test_requests_cancelled_and_cut_at_any_moment_leave_nothing(scheme: str, tmp_path: Path) -> None:
+    """The pair checks at its end that both pools are as at the start."""
+    rng = random.Random(3)
+    async with real_pair(tmp_path, scheme, backend=native) as pair:
+        for number in range(60):
+            sampling = SamplingParams(max_tokens=rng.randint(1, 14), num_choices=rng.randint(1, 3), seed=number)
+            cut = [rng.randrange(3) for _ in range(rng.randint(0, 2))]
+            await pair.abandon(prompt_of(rng.randint(1, 33)), sampling, after=rng.randint(0, 6), cut=cut)
+            if number % 8 == 7:
+                await pair.at_rest()
+                assert pair.decode.pool.num_free == pair.prefill.pool.num_free == NUM_BLOCKS
+        alone = SamplingParams(max_tokens=3)
+        assert len((await _answers(pair, prompt_of(9), alone))[0]) == 3

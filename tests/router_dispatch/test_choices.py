@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from cluster.errors import ContextLengthError, NoUsablePairError
+from cluster.errors import ContextLengthError, InvalidRequestError, NoUsablePairError
 from cluster.request import SamplingParams
 from cluster.wire import Cancel, CancelChoice, Commit, Message, Refused, Reserve, Submit
 from router.generation import Endings, Generation, TokenDelta
@@ -93,11 +93,12 @@ async def test_more_than_the_decode_node_could_ever_hold_is_refused() -> None:
     async with running_rig() as (rig, _prefills, (decode,)):
 
         def never(reserve: Reserve) -> list[Message]:
-            return [Refused(reserve.key, "3 choices are over the decode node's 2 sequence slots", None)]
+            return [Refused(reserve.key, "3 choices are over 2 slots", None, InvalidRequestError.code)]
 
         decode.on_reserve = never
-        with pytest.raises(ContextLengthError, match="3 choices"):
+        with pytest.raises(InvalidRequestError, match="3 choices") as refused:
             await ask(rig, wanted(3))
+        assert not isinstance(refused.value, ContextLengthError), "a shorter prompt would not help"
         decode.on_reserve = lambda _reserve: None
         with pytest.raises(NoUsablePairError):
             await ask(rig, wanted(100, 200))  # 64 blocks of 4 tokens
