@@ -23,6 +23,7 @@ ENV_SECRET = "BATON_SECRET"  # noqa: S105 - the name of a variable, not a secret
 ENV_CACHE = "BATON_CACHE"
 ENV_CXX = "CXX"
 ENV_LOG_LEVEL = "BATON_LOG_LEVEL"
+ENV_REQUIRE_TRANSPORT = "BATON_REQUIRE_TRANSPORT"
 ENV_PARENT_PID = "BATON_PARENT_PID"
 MIN_SECRET_BYTES = 16
 
@@ -82,6 +83,11 @@ def shared_secret() -> bytes | None:
             f"${ENV_SECRET} must have at least {MIN_SECRET_BYTES} characters, e.g. from: openssl rand -hex 32"
         )
     return secret
+
+
+def required_transport() -> str | None:
+    """``$BATON_REQUIRE_TRANSPORT``: the default of ``--require-transport``, not checked here."""
+    return os.environ.get(ENV_REQUIRE_TRANSPORT) or None
 
 
 def parent_pid() -> int | None:

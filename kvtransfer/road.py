@@ -18,6 +18,7 @@ from kvtransfer.dead import DeadPeers
 from kvtransfer.digest import BlockIdentity, Digester
 from kvtransfer.events import EventBox
 from kvtransfer.receives import Claim, ReceiveLedger
+from kvtransfer.routes import Routes
 from kvtransfer.sends import Push, PushItem, SendLedger
 from kvtransfer.ticket import PeerId
 
@@ -40,6 +41,7 @@ class RoadContext:
     sends: SendLedger
     dead: DeadPeers
     digester: Digester
+    routes: Routes
 
     @property
     def block_bytes(self) -> int:

@@ -21,29 +21,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer import vendor
 from kvtransfer.errors import KVTransferError, TransportUnavailableError
 
 Buffer = npt.NDArray[np.uint8]
 
-# Measured in our trials; see docs/adr. The operator's own values win. They have to be there before ucxx is
-# imported (it sets some itself) and before the first context.
-_DEFAULTS: Final = {
-    "UCX_TCP_TX_SEG_SIZE": "256K",
-    "UCX_TCP_RX_SEG_SIZE": "256K",
-    # A connect to an address that vanished without a reset would otherwise block this thread for a minute.
-    "UCX_TCP_CONN_NB": "y",
-    "UCX_KEEPALIVE_INTERVAL": "1s",
-    "UCX_POSIX_ERROR_HANDLING": "y",
-    "UCX_SYSV_ERROR_HANDLING": "y",
-    "UCX_CMA_MEMORY_INVALIDATE": "y",
-    "UCX_RNDV_THRESH": "intra:auto,inter:auto",
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-}
-
-
 # Nothing new is matched while a worker drains, so it ends by itself; the limit is for a flood of strangers.
 _DRAIN_S: Final = 2.0
 _IDLE_ROUNDS: Final = 16
+
+# lane[1]:  4:cma/memory.0 md[4]  -> md[4]/cma/sysdev[255] seg 4294967295 rma_bw#0
+_LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:(\w+)/[^\n]*?->\s*\S+(?:\s+seg\s+\d+)?([^\n]*)")
+# A lane for nothing else carries no block.
+_IDLE_USES: Final = frozenset({"keepalive", "wireup", "cm"})
 
 
 class UcxError(KVTransferError):
@@ -64,11 +54,10 @@ _vendor: _Vendor | None = None
 
 
 def load() -> _Vendor:
-    """Import ucxx, once. Raises `TransportUnavailableError` where it is not installed or cannot load."""
+    """Import ucxx, once. Raises `TransportUnavailableError` where it is missing, cannot load, or NIXL is loaded."""
     global _vendor
     if _vendor is None:
-        for name, value in _DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        vendor.choose("ucx")
         try:
             import ucxx._lib.libucxx as api
             from ucxx._lib.arr import Array
@@ -83,6 +72,15 @@ def load() -> _Vendor:
         libucp.ucp_ep_print_info.restype = None
         _vendor = _Vendor(api, Array, libucp.ucp_worker_destroy, libucp.ucp_ep_print_info)
     return _vendor
+
+
+def parse_lanes(endpoint_info: str) -> str:
+    """The transports that carry data, out of what ``ucp_ep_print_info`` writes, joined by ``+``."""
+    found = []
+    for name, uses in _LANE.findall(endpoint_info):
+        if not set(uses.split()) or set(uses.split()) - _IDLE_USES:
+            found.append(name)
+    return "+".join(dict.fromkeys(found))
 
 
 class Request:
@@ -157,7 +155,7 @@ class Endpoint:
         return self._closed
 
     def transports(self) -> str:
-        """The lanes UCX chose, such as ``posix+cma`` or ``tcp``; empty while it is still connecting."""
+        """The lanes UCX chose for blocks, such as ``posix+cma`` or ``tcp``; known as soon as there is an endpoint."""
         libc = ctypes.CDLL(None)
         libc.open_memstream.restype = ctypes.c_void_p
         libc.fclose.argtypes = libc.free.argtypes = [ctypes.c_void_p]
@@ -167,9 +165,9 @@ class Endpoint:
             return ""
         load().print_endpoint(self._raw.handle, stream)
         libc.fclose(stream)
-        lanes = re.findall(r"lane\[\d+\]:\s+\d+:([a-z0-9_]+)", (text.value or b"").decode("ascii", "replace"))
+        lanes = parse_lanes((text.value or b"").decode("ascii", "replace"))
         libc.free(text)
-        return "+".join(dict.fromkeys(lanes))
+        return lanes
 
     def leak(self) -> None:
         _immortal(self._raw, self._closing)
@@ -183,7 +181,7 @@ class Context:
 
     def __init__(self, *, loopback_only: bool) -> None:
         api = load().api
-        options = {"NET_DEVICES": "lo"} if loopback_only and "UCX_NET_DEVICES" not in os.environ else {}
+        options = {"NET_DEVICES": "lo"} if loopback_only and vendor.setting("UCX_NET_DEVICES") is None else {}
         try:
             self.raw = api.UCXContext(options, (api.Feature.TAG, api.Feature.WAKEUP))
         except _errors() as error:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvtransfer.events import PeerLost
 from kvtransfer.road import RoadContext
+from kvtransfer.routes import Route
 from kvtransfer.sends import Push, PushItem
 from kvtransfer.ticket import INDEX_BITS
 from kvtransfer.ucx import Buffer, Endpoint, Request, UcxError, Worker
@@ -26,19 +27,25 @@ WINDOW_BYTES: Final = 16 << 20
 
 
 class Link:
-    """Owned by the kv-io thread. After `fail` it lives until it is ``gone``, then its owner calls `give_up`."""
+    """Owned by the kv-io thread. After `fail` it lives until it is ``gone``, then its owner calls `give_up`.
+
+    It starts as failed if UCX connects over something else than the plane requires.
+    """
 
     def __init__(self, push: Push, worker: Worker, context: RoadContext) -> None:
         self.peer = push.peer
         self.address = push.address
         self.failed = False
-        self.transports = ""
         self._context = context
         self._endpoint = Endpoint(worker, open_address(context.secret, push.address))
         self._pushes: deque[Push] = deque()
         self._introduced: dict[Push, set[int]] = {}
         self._posted: list[tuple[Request, Push, PushItem]] = []
         self._introducing: list[Request] = []
+        self.transports = self._endpoint.transports()
+        refusal = context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
+        if refusal is not None:
+            self.fail(refusal)
 
     @property
     def busy(self) -> bool:
@@ -79,6 +86,7 @@ class Link:
     def fail(self, reason: str) -> None:
         """Close the endpoint and fail every push through it; `PushFailed` comes when it is closed."""
         self.failed = True
+        self._context.routes.closed(self)
         self._pushes.clear()
         self._endpoint.close()
         for push in self._mine():
@@ -119,8 +127,6 @@ class Link:
             if not self.failed:
                 self.lose(error)
         self._introduced = {push: told for push, told in self._introduced.items() if not push.over}
-        if not self.transports and not self.failed:
-            self.transports = self._endpoint.transports()
         return True
 
     def _fill(self, reply_to: bytes) -> None:

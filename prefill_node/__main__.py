@@ -25,12 +25,13 @@ def main() -> int:
         print(f"prefill node: {error}", file=sys.stderr)  # noqa: T201 - before any log is of use
         return 2
     # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
+    from kvtransfer.vendor import leave
     from prefill_node.service import serve
 
     status = asyncio.run(serve(config))
     if status == RESTART:
         os.execv(sys.executable, [sys.executable, "-m", "prefill_node", *sys.argv[1:]])  # noqa: S606 - no shell, our own command line
-    return status
+    return leave(status)
 
 
 if __name__ == "__main__":

@@ -84,14 +84,11 @@ class Placer:
 
     def readiness(self) -> Readiness:
         """Whether a pair that may work together is alive."""
-        prefills = {node.record.fingerprint for node in self._registry.nodes("prefill")}
-        decodes = {node.record.fingerprint for node in self._registry.nodes("decode")}
-        if prefills & decodes:
-            return Readiness(True, "")
-        if prefills and decodes:
-            return Readiness(False, "prefill and decode nodes serve different models, dtypes or block sizes")
-        missing = " and ".join(name for name, found in (("prefill", prefills), ("decode", decodes)) if not found)
-        return Readiness(False, f"no {missing} node is alive")
+        now = time.monotonic()
+        prefills = [_candidate(node, now) for node in self._registry.nodes("prefill")]
+        decodes = [_candidate(node, now) for node in self._registry.nodes("decode")]
+        outcome = place(Demand(prompt_len=1, total_len=1), prefills, decodes, {})
+        return Readiness(False, outcome.reason) if isinstance(outcome, NoPair) else Readiness(True, "")
 
     def max_request_tokens(self) -> int | None:
         """Prompt plus output that the roomiest usable nodes can hold."""
@@ -132,6 +129,7 @@ def _candidate(node: Node, now: float) -> Candidate:
         free_blocks=load.free_blocks,
         total_blocks=node.record.num_blocks,
         refusing=node.probing or now < node.refused_until_s,
+        refused_peers=node.refused_peers,
     )
 
 
