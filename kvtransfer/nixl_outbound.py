@@ -215,8 +215,7 @@ class NixlOutbound(OutboundConnection):
             self._posted.remove(each)
             indexes = tuple(item.index for item in each.items)
             # First the ledger: the socket may be broken.
-            for index in indexes:
-                self._context.sends.sent(each.push, index)
+            self._context.sends.sent(each.push, *indexes)
             each.write.release()
             self._stream.send(wire.Landed(each.push.ticket_id, indexes))
 

@@ -21,7 +21,7 @@ from kvtransfer.events import BlocksArrived, EventBox, ReceiveFailed, Withdrawn
 from kvtransfer.ticket import BlockHandle, PeerId, check_handles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Claim:
     """One block that may be written now, by ``peer``, who says that it will have ``digest``. Held by a transport."""
 
@@ -147,6 +147,7 @@ class ReceiveLedger:
 
     def landed(self, claims: Iterable[Claim]) -> None:
         """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for."""
+        arrived: dict[int, list[int]] = {}
         with self._lock:
             for claim in claims:
                 ticket = self._give_back(claim)
@@ -155,7 +156,8 @@ class ReceiveLedger:
                     self._finish_withdrawal(claim.ticket_id, ticket)
                 else:
                     ticket.arrived.add(claim.index)
-                    self._events.put(BlocksArrived(claim.ticket_id, (claim.index,)))
+                    arrived.setdefault(claim.ticket_id, []).append(claim.index)
+            self._events.put(*(BlocksArrived(ticket_id, tuple(indexes)) for ticket_id, indexes in arrived.items()))
         self._events.wake()
 
     def abandon(self, claims: Iterable[Claim], reason: str) -> None:

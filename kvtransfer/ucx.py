@@ -83,6 +83,29 @@ def parse_lanes(endpoint_info: str) -> str:
     return "+".join(dict.fromkeys(found))
 
 
+class Prepared:
+    """A buffer looked at once, for many messages: ucxx would ask it for its address, size and layout each time."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.array = load().array(buffer)
+
+
+class Blocks:
+    """The blocks of a pool, each prepared when it is first used."""
+
+    def __init__(self, pool: Buffer) -> None:
+        self._pool = pool
+        self._prepared: list[Prepared | None] = [None] * len(pool)
+
+    def __getitem__(self, block_id: int) -> Prepared:
+        found = self._prepared[block_id]
+        if found is None:
+            found = self._prepared[block_id] = Prepared(self._pool[block_id])
+        return found
+
+
 class Request:
     """A send or receive under way. Must be kept until it is done: dropping it would ask UCX to cancel."""
 
@@ -127,12 +150,11 @@ class Endpoint:
             raise UcxError(str(error)) from error
         self._raw.set_close_callback(self._on_close)
 
-    def send(self, buffer: Buffer, tag: int) -> Request:
+    def send(self, buffer: Buffer | Prepared, tag: int) -> Request:
         """Raises `UcxError` on an endpoint that broke."""
-        vendor = load()
-        array = vendor.array(buffer)
+        array = buffer.array if isinstance(buffer, Prepared) else load().array(buffer)
         try:
-            return Request(self._raw.tag_send(array, vendor.api.UCXXTag(tag)), array)
+            return Request(self._raw.tag_send(array, load().api.UCXXTag(tag)), array)
         except _errors() as error:
             raise UcxError(str(error)) from error
 
@@ -213,9 +235,9 @@ class Worker:
         probe = self.raw.tag_probe(*self._any_tag)
         return Message(probe) if probe.matched else None
 
-    def receive(self, message: Message, buffer: Buffer) -> Request:
+    def receive(self, message: Message, buffer: Buffer | Prepared) -> Request:
         """Into a buffer that is too short, it ends with an error and moves nothing."""
-        array = load().array(buffer)
+        array = buffer.array if isinstance(buffer, Prepared) else load().array(buffer)
         return Request(self.raw.tag_recv_with_handle(array, message.probe), array)
 
     def destroy(self, in_use: list[Request]) -> None:

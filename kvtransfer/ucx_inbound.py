@@ -19,7 +19,7 @@ from kvtransfer.receives import Claim
 from kvtransfer.road import RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.ticket import INDEX_BITS, PeerId
-from kvtransfer.ucx import Buffer, Context, Endpoint, Message, Request, UcxError, Worker
+from kvtransfer.ucx import Blocks, Buffer, Context, Endpoint, Message, Request, UcxError, Worker
 from kvtransfer.ucx_wire import (
     FAREWELL_TICKET,
     INTRODUCTION_INDEX,
@@ -62,6 +62,7 @@ class Intake:
         self._serving: set[int] = set()
         self._retired_until = 0.0
         self._void = np.zeros(1, np.uint8)
+        self._blocks = Blocks(context.pool)
 
     @property
     def needs_fence(self) -> bool:
@@ -140,7 +141,7 @@ class Intake:
         if claim is None:
             self._dropping.append(self.worker.receive(message, self._void))
         else:
-            request = self.worker.receive(message, self._context.pool[claim.block_id])
+            request = self.worker.receive(message, self._blocks[claim.block_id])
             self._landing.append((request, claim))
 
     def _reap(self) -> None:

@@ -12,7 +12,7 @@ from kvtransfer.road import RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.sends import Push, PushItem
 from kvtransfer.ticket import INDEX_BITS
-from kvtransfer.ucx import Buffer, Endpoint, Request, UcxError, Worker
+from kvtransfer.ucx import Blocks, Buffer, Endpoint, Request, UcxError, Worker
 from kvtransfer.ucx_wire import (
     INTRODUCTION_INDEX,
     MAX_NOTE_BYTES,
@@ -42,6 +42,7 @@ class Link:
         self._introduced: dict[Push, set[int]] = {}
         self._posted: list[tuple[Request, Push, PushItem]] = []
         self._introducing: list[Request] = []
+        self._blocks = Blocks(context.pool)
         self.transports = self._endpoint.transports()
         refusal = context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
         if refusal is not None:
@@ -118,14 +119,17 @@ class Link:
         if not done:
             return False
         self._posted = [entry for entry in self._posted if not entry[0].done]
+        sent: dict[Push, list[int]] = {}
         for request, push, item in done:
             error = request.error()
             if error is None:
-                self._context.sends.sent(push, item.index)
+                sent.setdefault(push, []).append(item.index)
                 continue
             self._context.sends.lost(push, item.index)
             if not self.failed:
                 self.lose(error)
+        for push, indexes in sent.items():
+            self._context.sends.sent(push, *indexes)
         self._introduced = {push: told for push, told in self._introduced.items() if not push.over}
         return True
 
@@ -141,7 +145,7 @@ class Link:
             try:
                 self._introduce(push, item, reply_to)
                 tag = (push.ticket_id << INDEX_BITS) | item.index
-                request = self._endpoint.send(self._context.pool[item.block_id], tag)
+                request = self._endpoint.send(self._blocks[item.block_id], tag)
             except UcxError:
                 self._context.sends.lost(push, item.index)
                 raise
