@@ -17,7 +17,20 @@ from safetensors.torch import save_file
 
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams
-from cluster.wire import Cancelled, Envelope, Failed, Granted, Message, Party, Reserve, Submit, Token0, Tokens
+from cluster.wire import (
+    Cancelled,
+    Envelope,
+    Failed,
+    Granted,
+    Message,
+    Party,
+    Ping,
+    Pong,
+    Reserve,
+    Submit,
+    Token0,
+    Tokens,
+)
 from decode_node.reservation import DecodeSettings
 from decode_node.scheduler import DecodeState
 from engine.block_pool import BlockPool
@@ -73,7 +86,9 @@ class Line:
 class RealNode:
     """One node; ``state`` decides, ``pool`` keeps the books, ``cache`` has the bytes."""
 
-    def __init__(self, model: LlamaModel, line: Line, scheme: str, digest: str, role: str) -> None:
+    def __init__(
+        self, model: LlamaModel, line: Line, scheme: str, digest: str, role: str, require: str | None = None
+    ) -> None:
         self.party = line.party
         self.pool = BlockPool(NUM_BLOCKS)
         self.cache = KVCache(model.kv_layout(BLOCK_SIZE), NUM_BLOCKS)
@@ -85,6 +100,7 @@ class RealNode:
             secret=None,
             wakeup=self._loop.wake_for_transfer,
             digest=digest,
+            require=require,
         )
         shared = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN}
         self.state: NodeState
@@ -113,10 +129,19 @@ class RealPair:
         self._router = hub.open("R")
         self._names = (RequestKey(RequestId(f"r{number}"), 1) for number in count())
         self._inboxes: dict[RequestKey, asyncio.Queue[Message]] = {}
+        self._pongs: asyncio.Queue[Pong] = asyncio.Queue()
+
+    async def ping(self, node: RealNode) -> Pong:
+        self._router.send(node.party, Ping(1))
+        async with asyncio.timeout(DEADLINE_S):
+            return await self._pongs.get()
 
     async def listen(self) -> None:
         while True:
             body = (await self._router.receive()).body
+            if isinstance(body, Pong):
+                self._pongs.put_nowait(body)
+                continue
             keys = [item.key for item in body.items] if isinstance(body, Tokens) else [body.key]
             for key in dict.fromkeys(keys):
                 self._inboxes[key].put_nowait(body)
@@ -164,11 +189,13 @@ def tiny_model(directory: Path) -> LlamaModel:
 
 
 @asynccontextmanager
-async def real_pair(directory: Path, scheme: str, digest: str = "sampled") -> AsyncIterator[RealPair]:
-    """Both nodes run; afterwards they hold nothing."""
+async def real_pair(
+    directory: Path, scheme: str, digest: str = "sampled", require: str | None = None
+) -> AsyncIterator[RealPair]:
+    """Both nodes run; afterwards they hold nothing. ``require`` is the prefill node's."""
     torch.set_num_threads(1)
     hub, model = Hub(), tiny_model(directory)
-    prefill = RealNode(model, hub.open("P"), scheme, digest, "prefill")
+    prefill = RealNode(model, hub.open("P"), scheme, digest, "prefill", require)
     decode = RealNode(tiny_model(directory), hub.open("D"), scheme, digest, "decode")
     pair = RealPair(hub, prefill, decode)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.request import RequestId, RequestKey
-from cluster.wire import NodeLoad, Pong, Refused
+from cluster.wire import NodeLoad, Pong, Refused, RefusedPeer
 from router.naming import PromptNames
 from router.placement import MAX_RETRY_S, MIN_RETRY_S, Placer
 from router.policy import Booking, Busy, Demand, NoPair
@@ -156,3 +156,18 @@ def test_what_a_node_reports_and_what_was_placed_since_are_added() -> None:
     for party, count in ((A.party, 5), (B.party, 3)):
         b.eyes.registry.on_pong(party, Pong(2, NodeLoad(num_running=count)), b.eyes.now)
     assert [b.booked().placement.decode.id for _ in range(4)] == ["b", "b", "a", "b"]
+
+
+def test_a_pair_that_cannot_exchange_blocks_is_not_ready_until_another_comes() -> None:
+    b = books(P, A)
+    refused = RefusedPeer("a", A.party.epoch, "came out on tcp, rdma is required")
+    b.eyes.registry.on_pong(P.party, Pong(1, NodeLoad(), (refused,)), b.eyes.now)
+    readiness = b.placer.readiness()
+    assert (readiness.ready, readiness.reason) == (False, "p: came out on tcp, rdma is required")
+    outcome = b.place()
+    assert isinstance(outcome, NoPair)
+    assert outcome.reason == readiness.reason
+    b.eyes.see(B)
+    b.eyes.pong(B.party)
+    assert b.placer.readiness().ready
+    assert b.booked().placement.decode.id == "b"
