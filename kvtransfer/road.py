@@ -47,13 +47,13 @@ class RoadContext:
     def block_bytes(self) -> int:
         return int(self.pool.shape[1])
 
-    def seal(self, push: Push) -> None:
-        """Sender: take the digest of every block that waits, now: it was final when it was pushed.
+    def seal(self, push: Push, limit: int | None = None) -> None:
+        """Sender: take the digest of every block that waits (or of the next ``limit``): it was final when pushed.
 
         On the transport's thread, before anything else: a block that its owner loses too early, while it waits for
         a slow link, is caught by the receiver.
         """
-        for item in self.sends.waiting(push):
+        for item in self.sends.waiting(push, limit):
             if item.index not in push.digests:
                 push.digests[item.index] = self._take_digest(push, item)
 
