@@ -69,6 +69,7 @@ def add_parser(commands: Subparsers) -> None:
     nodes.add_argument("--max-num-seqs", type=int, default=64, metavar="N")
     nodes.add_argument("--max-model-len", type=int, metavar="TOKENS")
     nodes.add_argument("--transport", default="ucx,tcp", metavar="LIST")
+    nodes.add_argument("--require-transport", metavar="KIND", help="rdma, cuda, shm or tcp (default: no demand)")
     nodes.add_argument("--kv-digest", default="sampled", help="off, sampled or full")
     nodes.add_argument("--threads", type=int, default=0, help="per node; 0: one per CPU of the node's share")
     nodes.add_argument("--no-pin", action="store_true", help="do not give each node CPUs of its own")
@@ -178,6 +179,8 @@ class _Deployment:
         shared += ["--kv-digest", args.kv_digest, "--threads", str(args.threads)]
         if args.kv_blocks is not None:
             shared += ["--kv-blocks", str(args.kv_blocks)]
+        if args.require_transport is not None:
+            shared += ["--require-transport", args.require_transport]
         limit = [] if args.max_model_len is None else ["--max-model-len", str(args.max_model_len)]
         nodes = [("prefill", i) for i in range(args.prefill)] + [("decode", i) for i in range(args.decode)]
         cores = share_cores(sorted(os.sched_getaffinity(0)), len(nodes))

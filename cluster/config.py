@@ -24,6 +24,7 @@ ENV_API_KEY = "BATON_API_KEY"
 ENV_CACHE = "BATON_CACHE"
 ENV_CXX = "CXX"
 ENV_LOG_LEVEL = "BATON_LOG_LEVEL"
+ENV_REQUIRE_TRANSPORT = "BATON_REQUIRE_TRANSPORT"
 ENV_PARENT_PID = "BATON_PARENT_PID"
 MIN_SECRET_BYTES = 16
 
@@ -89,6 +90,11 @@ def api_key() -> bytes | None:
     """``$BATON_API_KEY``, or None if it is not set."""
     raw = os.environ.get(ENV_API_KEY)
     return os.fsencode(raw) if raw else None
+
+
+def required_transport() -> str | None:
+    """``$BATON_REQUIRE_TRANSPORT``: the default of ``--require-transport``, not checked here."""
+    return os.environ.get(ENV_REQUIRE_TRANSPORT) or None
 
 
 def parent_pid() -> int | None:

@@ -279,11 +279,20 @@ class NodeLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     total_blocks: Count = 0
 
 
+class RefusedPeer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A life of another node that the teller cannot exchange blocks with as it is required to, and why."""
+
+    node_id: NodeId
+    epoch: Epoch
+    reason: str
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Node -> router."""
+    """Node -> router. No request must be placed on this node together with one of ``refused_peers``."""
 
     sequence: int
     load: NodeLoad
+    refused_peers: tuple[RefusedPeer, ...] = ()
 
 
 Message = (

@@ -28,11 +28,12 @@ def main() -> int:
     # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
     with permanent_objects():
         from decode_node.service import serve
+        from kvtransfer.vendor import leave
 
     status = asyncio.run(serve(config))
     if status == RESTART:
         os.execv(sys.executable, [sys.executable, "-m", "decode_node", *sys.argv[1:]])  # noqa: S606 - no shell, our own command line
-    return status
+    return leave(status)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import msgspec
+
 from cluster.channel import Channel, ChannelError
-from cluster.wire import PeerDown
+from cluster.wire import PeerDown, Pong, RefusedPeer
 from engine.instructions import (
     CancelPush,
     CompleteTransfer,
@@ -162,6 +164,8 @@ class NodeLoop:
     def _perform_one(self, instruction: Instruction) -> None:
         _state, plane = self._running()
         match instruction:
+            case Send(peer, Pong() as pong):
+                self._channel.send(peer, msgspec.structs.replace(pong, refused_peers=_refused_peers(plane)))
             case Send(peer, message):
                 self._channel.send(peer, message)
             case Push(ticket, items, zero_tail):
@@ -200,3 +204,7 @@ class NodeLoop:
                 self._take_in(TransferProgress(Withdrawn(ticket_id)))
             case _:
                 pass
+
+
+def _refused_peers(plane: KVPlane) -> tuple[RefusedPeer, ...]:
+    return tuple(RefusedPeer(peer.node_id, peer.epoch, why) for peer, why in plane.refused().items())

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cluster.config import (
+    ENV_REQUIRE_TRANSPORT,
     ClusterConfig,
     ConfigError,
     add_cluster_arguments,
     cluster_config,
+    required_transport,
     set_default_environment,
 )
 
@@ -21,9 +23,12 @@ RESTART = 75
 _DTYPES = ("fp32", "bf16", "int8")
 _BACKENDS = ("auto", "native", "reference", "triton")
 _DEVICES = ("auto", "cpu", "cuda")
-_TRANSPORTS = ("ucx", "tcp")
+_TRANSPORTS = ("ucx", "nixl", "tcp")
+_DEFAULT_TRANSPORTS = "ucx,tcp"
 # As in kvtransfer.digest, which this file must not load.
 KvDigest = Literal["off", "sampled", "full"]
+# As in kvtransfer.routes, likewise.
+TransportKind = Literal["rdma", "cuda", "shm", "tcp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class NodeConfig:
     max_num_seqs: int
     max_model_len: int | None
     transports: tuple[str, ...]
+    require_transport: TransportKind | None
     kv_digest: KvDigest
     threads: int
     http_port: int
@@ -109,9 +115,18 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV transfer")
     group.add_argument(
         "--transport",
-        default=",".join(_TRANSPORTS),
+        default=_DEFAULT_TRANSPORTS,
         metavar="LIST",
-        help="KV transports offered; a pair uses the best that both offer, best first: ucx, tcp",
+        help="KV transports offered; a pair uses the best that both offer, best first: ucx, nixl (needs the extra nixl,"
+        " excludes ucx), tcp",
+    )
+    group.add_argument(
+        "--require-transport",
+        choices=get_args(TransportKind),
+        default=required_transport(),
+        help="what a KV connection must come out on; any other is refused, with an error that says what it was."
+        " rdma: InfiniBand or RoCE; cuda: GPU to GPU; shm: shared memory of one host. Without it"
+        f" ${ENV_REQUIRE_TRANSPORT} counts, else the best there is is taken",
     )
     group.add_argument(
         "--kv-digest",
@@ -136,6 +151,11 @@ def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
     transports = tuple(part.strip() for part in args.transport.split(",") if part.strip())
     if not transports or any(name not in _TRANSPORTS for name in transports):
         raise ConfigError(f"--transport takes a list of {', '.join(_TRANSPORTS)}")
+    if {"ucx", "nixl"} <= set(transports):
+        raise ConfigError("--transport takes ucx or nixl, not both: each brings its own UCX into the process")
+    if args.require_transport not in (None, *get_args(TransportKind)):
+        # Choices are not checked for what comes from the environment.
+        raise ConfigError(f"${ENV_REQUIRE_TRANSPORT} must be one of {', '.join(get_args(TransportKind))}")
     if args.cpus:
         _pin(args.cpus)
     threads = args.threads or len(os.sched_getaffinity(0))
@@ -153,6 +173,7 @@ def node_config(args: argparse.Namespace, role: str) -> NodeConfig:
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,
         transports=transports,
+        require_transport=args.require_transport,
         kv_digest=args.kv_digest,
         threads=threads,
         http_port=args.http_port,

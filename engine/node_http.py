@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from engine.block_pool import BlockPool, BlockReport
 from engine.instructions import NodeState
 from kvtransfer.meter import BUCKETS, TransferStats
 from kvtransfer.plane import KVPlane
+from kvtransfer.routes import Route as KVRoute
 
 _COUNTER_HELP = {
     "prompt_tokens_total": "Prompt tokens of admitted requests.",
@@ -71,9 +73,17 @@ class NodeView:
         for scheme, transport in stats.transport.items():
             labels = {"scheme": scheme, "transport": transport}
             yield Sample("kv_transport_info", "Transports offered, and what carries their bytes.", 1, labels)
+        peers = Counter((_peer_role(route), route.scheme, route.lanes) for route in stats.routes)
+        for (role, scheme, lanes), count in sorted(peers.items()):
+            labels = {"peer_role": role, "scheme": scheme, "transport": lanes}
+            yield Sample("kv_peer_transport_info", "Connections by what really carries their blocks.", count, labels)
+        yield Sample("kv_peers_refused", "Peers refused: not over --require-transport.", len(stats.refused))
 
     def debug_kv(self) -> bytes:
-        """Every live request and every block that is not free, as JSON; ``orphaned`` blocks belong to nobody."""
+        """Every live request, every block that is not free and every connection, as JSON.
+
+        ``orphaned`` blocks belong to nobody.
+        """
         now = self.clock()
         requests: list[dict[str, str | int | float]] = []
         times: dict[str, tuple[float, float]] = {}
@@ -84,8 +94,32 @@ class NodeView:
             requests.append({**kept, "state_age_s": age_s, "deadline_in_s": left_s})
         blocks = [_block_row(report, times) for report in self.pool.report()]
         orphaned = [report.block_id for report in self.state.check()]
-        seen = {"requests": requests, "blocks": blocks, "orphaned": orphaned}
+        seen = {"requests": requests, "blocks": blocks, "orphaned": orphaned, **self._connections()}
         return msgspec.json.encode({"node": self.node_id, "role": self.role, **seen})
+
+    def _connections(self) -> dict[str, list[dict[str, str | int]]]:
+        """To and from whom, over what; and who is refused, with the reason."""
+        stats = self.plane.stats()
+        routes: list[dict[str, str | int]] = [
+            {
+                "peer": route.peer.node_id,
+                "peer_epoch": route.peer.epoch,
+                "peer_role": _peer_role(route),
+                "direction": route.direction,
+                "scheme": route.scheme,
+                "transport": route.lanes,
+            }
+            for route in stats.routes
+        ]
+        refused: list[dict[str, str | int]] = [
+            {"peer": peer.node_id, "peer_epoch": peer.epoch, "reason": why} for peer, why in stats.refused.items()
+        ]
+        return {"connections": routes, "refused_peers": refused}
+
+
+def _peer_role(route: KVRoute) -> str:
+    """Blocks go from prefill nodes to decode nodes only."""
+    return "decode" if route.direction == "sending" else "prefill"
 
 
 def _block_row(report: BlockReport, times: Mapping[str, tuple[float, float]]) -> dict[str, object]:

@@ -97,6 +97,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             wakeup=node_loop.wake_for_transfer,
             digest=config.kv_digest,
             layout=engine.cache.layout,
+            require=config.require_transport,
         )
         stack.push_async_callback(asyncio.to_thread, plane.close)
         parts = NodeParts(config, pool, plane, channel.party, engine.fingerprint, engine.max_model_len)
@@ -112,7 +113,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             block_size=config.block_size,
             num_blocks=pool.num_blocks,
             max_model_len=engine.max_model_len,
-            transports=config.transports,
+            transports=plane.schemes,
         )
         await stack.enter_async_context(_registered(config, record, pool))
         log.info("%s node %s is up: %d blocks of %d tokens", role, record.party.id, pool.num_blocks, config.block_size)

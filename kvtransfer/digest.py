@@ -52,13 +52,24 @@ def block_digest(block: Block, identity: BlockIdentity, mode: DigestMode) -> int
     """64 bits of a contiguous block; 0 if ``mode`` is ``off``."""
     if mode == "off":
         return 0
-    seed = xxhash.xxh3_64_intdigest(_IDENTITY.pack(identity.ticket_id, identity.index, identity.generation))
-    if mode == "full" or len(block) < _ALWAYS_FULL_BYTES or len(block) % _LINE_BYTES:
-        return xxhash.xxh3_64_intdigest(block.data, seed)
-    # As words, because numpy copies a row of eight words several times faster than a row of 64 bytes.
-    lines = block.view(np.uint64).reshape(-1, _LINE_BYTES // 8)
+    if mode == "full" or not _is_sampled(len(block)):
+        return xxhash.xxh3_64_intdigest(block.data, _seed(identity))
+    lines = _lines(block)
     sample = lines.take(_sampled_lines(len(lines))[identity.index % _NUM_PHASES], axis=0)
-    return xxhash.xxh3_64_intdigest(sample.data, seed)
+    return xxhash.xxh3_64_intdigest(sample.data, _seed(identity))
+
+
+def _seed(identity: BlockIdentity) -> int:
+    return xxhash.xxh3_64_intdigest(_IDENTITY.pack(identity.ticket_id, identity.index, identity.generation))
+
+
+def _is_sampled(block_bytes: int) -> bool:
+    return block_bytes >= _ALWAYS_FULL_BYTES and block_bytes % _LINE_BYTES == 0
+
+
+def _lines(blocks: Block) -> npt.NDArray[np.uint64]:
+    """``[..., bytes]`` as ``[all lines, 8 words]``: numpy copies a row of words several times faster than of bytes."""
+    return blocks.view(np.uint64).reshape(-1, _LINE_BYTES // 8)
 
 
 @lru_cache(maxsize=8)
@@ -84,6 +95,10 @@ class Digester:
     def __init__(self, pool: npt.NDArray[np.uint8], mode: DigestMode) -> None:
         self.mode: DigestMode = mode
         self._pool = pool
+        block_bytes = pool.shape[1]
+        # Made once: cutting a block into lines takes longer than reading the samples.
+        self._lines = _lines(pool).reshape(len(pool), -1, _LINE_BYTES // 8) if _is_sampled(block_bytes) else None
+        self._sampled = _sampled_lines(block_bytes // _LINE_BYTES) if _is_sampled(block_bytes) else ()
         self._lock = threading.Lock()
         self._failures = 0
         self._seconds = 0.0
@@ -100,7 +115,13 @@ class Digester:
 
     def take(self, block_id: int, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a local block, for a receiver that asks for ``mode``."""
-        return self.take_of(self._pool[block_id], identity, mode)
+        if mode != "sampled" or self._lines is None:
+            return self.take_of(self._pool[block_id], identity, mode)
+        began = time.perf_counter()
+        sample = self._lines[block_id].take(self._sampled[identity.index % _NUM_PHASES], axis=0)
+        digest = xxhash.xxh3_64_intdigest(sample.data, _seed(identity))
+        self._spent(began)
+        return digest
 
     def take_of(self, block: Block, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a block that is not in the pool."""
@@ -108,9 +129,7 @@ class Digester:
             return 0
         began = time.perf_counter()
         digest = block_digest(block, identity, mode)
-        spent = time.perf_counter() - began
-        with self._lock:
-            self._seconds += spent
+        self._spent(began)
         return digest
 
     def fits(self, block_id: int, identity: BlockIdentity, digest: int | None) -> bool:
@@ -120,3 +139,8 @@ class Digester:
         with self._lock:
             self._failures += 1
         return False
+
+    def _spent(self, began: float) -> None:
+        spent = time.perf_counter() - began
+        with self._lock:
+            self._seconds += spent

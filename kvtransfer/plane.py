@@ -28,12 +28,13 @@ from kvtransfer.layout import WIRE_VERSION
 from kvtransfer.meter import TransferStats
 from kvtransfer.regroup import Source, TokenRun
 from kvtransfer.road import Road, RoadContext
+from kvtransfer.routes import Route
 from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
 
 logger = logging.getLogger(__name__)
 
 # The sender takes the first of these that both sides offer.
-PREFERENCE: Final = ("ucx", "tcp", "inproc")
+PREFERENCE: Final = ("ucx", "nixl", "tcp", "inproc")
 
 
 class Identity(NamedTuple):
@@ -50,8 +51,8 @@ class PlaneStats:
 
     ``blocks_refused`` counts blocks that came for no ticket (any more): their bytes went nowhere.
     ``digest_failures`` counts blocks that landed and did not hold what was sent; ``digest_seconds`` is what digests
-    cost on the transports' threads. ``transport`` maps each scheme to what really carries its bytes, as far as that
-    can be learnt.
+    cost on the transports' threads. ``transport`` maps each scheme to what really carried its latest bytes, as far as
+    that can be learnt; ``routes`` says it of each connection, ``refused`` why peers may not be used.
     """
 
     bytes_sent: int
@@ -66,6 +67,8 @@ class PlaneStats:
     connections: int
     transport: Mapping[str, str]
     transfers: TransferStats
+    routes: tuple[Route, ...]
+    refused: Mapping[PeerId, str]
 
 
 class KVPlane:
@@ -82,6 +85,11 @@ class KVPlane:
         except BaseException:
             self.abort()
             raise
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """What it offers."""
+        return tuple(self._roads)
 
     def hello(self) -> Hello:
         """Who this plane is and where it receives.
@@ -122,8 +130,9 @@ class KVPlane:
         Nothing is queued if it raises: `LayoutMismatchError` for another fingerprint, or another block size that
         nothing was made ready for,
         `TicketError` for an index or block out of range, an index pushed twice, or a push that has ended,
-        `PeerUnreachableError` without a common scheme or for a peer declared dead, `HelloError` for an
-        address nobody can read. What fails later is the event `PushFailed`.
+        `PeerUnreachableError` without a common scheme, for a peer declared dead, or one whose connection came out on
+        something else than is required, `HelloError` for an address nobody can read. What fails later is the event
+        `PushFailed`.
         """
         self._check_open()
         hello = ticket.hello
@@ -131,7 +140,14 @@ class KVPlane:
         self._check_layout(hello, runs, len(items))
         if hello.peer in self._context.dead:
             raise PeerUnreachableError(f"{hello.node_id} was declared dead")
-        scheme = self._scheme_to(hello, regrouping=bool(runs))
+        refusal = self._context.routes.refusal(hello.peer)
+        if refusal is not None:
+            raise PeerUnreachableError(refusal)
+        try:
+            scheme = self._scheme_to(hello, regrouping=bool(runs))
+        except PeerUnreachableError as error:
+            self._context.routes.refuse(hello.peer, str(error))
+            raise
         road = self._roads[scheme]
         road.check_address(hello.addresses[scheme])
         push = self._context.sends.submit(ticket, scheme, items)
@@ -150,9 +166,9 @@ class KVPlane:
         """Receiver: no longer wants the ticket; `Withdrawn` follows when no byte of it can be written any more.
 
         No block that is not landing now can land afterwards. A landing block is waited for (UCX) or diverted
-        (TCP); if its sender hangs, `peer_dead` releases it. ``blocks_sent`` is the sender's `PushEnded`; it
-        may come in a second call. The roads here know what is landing and do not need it; a one-sided road
-        would. Unknown tickets are ignored.
+        (TCP), or its sender lets go of it (NIXL); if that hangs, `peer_dead` releases it. ``blocks_sent`` is the
+        sender's `PushEnded`; it may come in a second call. The roads here know what is landing and do not need it.
+        Unknown tickets are ignored.
         """
         if blocks_sent is not None and blocks_sent < 0:
             raise ValueError("blocks_sent is a count")
@@ -171,6 +187,7 @@ class KVPlane:
         """
         peer = PeerId(node_id, epoch)
         self._context.dead.add(peer)
+        self._context.routes.forget(peer)
         self._context.receives.withdraw_sender(peer)
         for road in self._roads.values():
             road.peer_dead(peer)
@@ -218,7 +235,13 @@ class KVPlane:
             connections=sum(road.connections() for road in self._roads.values()),
             transfers=context.meter.stats(),
             transport=MappingProxyType({scheme: road.transport() for scheme, road in self._roads.items()}),
+            routes=context.routes.open(),
+            refused=MappingProxyType(self.refused()),
         )
+
+    def refused(self) -> dict[PeerId, str]:
+        """Lives of peers that cannot be reached as they must be, and why; those declared dead excepted."""
+        return self._context.routes.refused()
 
     def close(self) -> None:
         """Send what is queued, for at most a few seconds, then `abort`."""
@@ -261,7 +284,12 @@ class KVPlane:
             road = self._roads.get(scheme)
             if road is not None and scheme in hello.addresses and (road.regroups or not regrouping):
                 return scheme
-        raise PeerUnreachableError(f"{hello.node_id} offers {sorted(hello.addresses)}, this node {sorted(self._roads)}")
+        required = self._context.routes.required
+        demand = "" if required is None else f" and requires {required}"
+        sizes = "; its blocks have another size, which not every transport can send" if regrouping else ""
+        raise PeerUnreachableError(
+            f"{hello.node_id} offers {sorted(hello.addresses)}, this node {sorted(self._roads)}{demand}{sizes}"
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,9 +1,9 @@
 """The receiving half's book: which blocks were consented to, which are landing, which arrived.
 
 Every transport asks this ledger before it lets a byte near the pool (`claim`) and must give every claim back
-exactly once: `landed` (the block holds the sender's bytes) or `abandon` (it does not, and no further byte of it
-can be written). A ticket is `Withdrawn` only when no claim on it is out. That is the whole fence. What a ticket's
-transfer may still do is decided by its `kvtransfer.session`.
+exactly once: `landed` (the block holds the sender's bytes), `abandon` (it does not, and no further byte of it
+can be written) or `release` (it was never begun). A ticket is `Withdrawn` only when no claim on it is out. That is
+the whole fence. What a ticket's transfer may still do is decided by its `kvtransfer.session`.
 
 Thread-safe: the owner's thread opens and withdraws, the transports' threads claim.
 """
@@ -23,7 +23,7 @@ from kvtransfer.session import ReceiveSession
 from kvtransfer.ticket import BlockHandle, PeerId, check_handles
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Claim:
     """One block that may be written now, by ``peer``, who says that it will have ``digest``. Held by a transport."""
 
@@ -105,6 +105,17 @@ class ReceiveLedger:
             ticket.introduced[peer] = theirs
             return True
 
+    def refuse_sender(self, ticket_id: int, peer: PeerId, reason: str) -> None:
+        """Take an introduction back: this peer's blocks may not come over what they come over. The owner is told."""
+        with self._lock:
+            ticket = self._tickets.get(ticket_id)
+            if ticket is not None:
+                ticket.introduced.pop(peer, None)
+                self.blocks_refused += 1
+                if ticket.session.broke_off(self._meter.now()):
+                    self._events.put(ReceiveFailed(ticket_id, reason))
+        self._events.wake()
+
     def introduced(self, ticket_id: int) -> tuple[PeerId, ...]:
         """Every peer that was introduced to this ticket, the latest last."""
         with self._lock:
@@ -146,6 +157,7 @@ class ReceiveLedger:
 
     def landed(self, claims: Iterable[Claim]) -> None:
         """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for."""
+        arrived: dict[int, list[int]] = {}
         with self._lock:
             for claim in claims:
                 ticket = self._give_back(claim)
@@ -154,7 +166,8 @@ class ReceiveLedger:
                     self._finish_withdrawal(claim.ticket_id, ticket)
                 else:
                     ticket.arrived.add(claim.index)
-                    self._events.put(BlocksArrived(claim.ticket_id, (claim.index,)))
+                    arrived.setdefault(claim.ticket_id, []).append(claim.index)
+            self._events.put(*(BlocksArrived(ticket_id, tuple(indexes)) for ticket_id, indexes in arrived.items()))
         self._events.wake()
 
     def abandon(self, claims: Iterable[Claim], reason: str) -> None:
@@ -165,6 +178,15 @@ class ReceiveLedger:
                 if ticket.session.broke_off(self._meter.now()):
                     self._events.put(ReceiveFailed(claim.ticket_id, reason))
                 else:
+                    self._finish_withdrawal(claim.ticket_id, ticket)
+        self._events.wake()
+
+    def release(self, claims: Iterable[Claim]) -> None:
+        """Nothing was written into the blocks and nothing will be: they may be claimed again."""
+        with self._lock:
+            for claim in claims:
+                ticket = self._give_back(claim)
+                if ticket.withdrawing:
                     self._finish_withdrawal(claim.ticket_id, ticket)
         self._events.wake()
 

@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from kvtransfer.events import EventBox
 from kvtransfer.meter import TransferMeter
 from kvtransfer.receives import Claim, ReceiveLedger
 from kvtransfer.regroup import Bytes, Regrouper, TokenRun
+from kvtransfer.routes import Routes
 from kvtransfer.sends import Push, PushItem, SendLedger
 from kvtransfer.ticket import PeerId
 
@@ -48,19 +49,20 @@ class RoadContext:
     dead: DeadPeers
     digester: Digester
     meter: TransferMeter
+    routes: Routes
     regrouper: Regrouper | None = None
 
     @property
     def block_bytes(self) -> int:
         return int(self.pool.shape[1])
 
-    def seal(self, push: Push) -> None:
-        """Sender: take the digest of every block that waits, now: it was final when it was pushed.
+    def seal(self, push: Push, limit: int | None = None) -> None:
+        """Sender: take the digest of every block that waits (or of the next ``limit``): it was final when pushed.
 
         On the transport's thread, before anything else: a block that its owner loses too early, while it waits for
         a slow link, is caught by the receiver.
         """
-        for item in self.sends.waiting(push):
+        for item in self.sends.waiting(push, limit):
             if item.index not in push.digests:
                 push.digests[item.index] = self._take_digest(push, item)
 
@@ -114,7 +116,7 @@ class Road(ABC):
     One that posts what `RoadContext.outgoing` gives, and not rows of the pool, says so: it ``regroups``.
     """
 
-    regroups: ClassVar[bool] = False
+    regroups: bool = False
 
     @abstractmethod
     def address(self) -> bytes:

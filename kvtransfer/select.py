@@ -17,6 +17,7 @@ from kvtransfer.plane import Identity, KVPlane
 from kvtransfer.receives import ReceiveLedger
 from kvtransfer.regroup import Regrouper
 from kvtransfer.road import Pool, Road, RoadContext
+from kvtransfer.routes import Routes, TransportKind, can_satisfy
 from kvtransfer.sends import SendLedger
 from kvtransfer.ticket import PeerId
 
@@ -28,9 +29,9 @@ def _open_inproc(context: RoadContext) -> Road:
 
 
 def _open_tcp(context: RoadContext) -> Road:
-    from kvtransfer.tcp import TcpRoad
+    from kvtransfer.tcp import open_tcp
 
-    return TcpRoad(context)
+    return open_tcp(context)
 
 
 def _open_ucx(context: RoadContext) -> Road:
@@ -40,8 +41,15 @@ def _open_ucx(context: RoadContext) -> Road:
     return UcxRoad(context)
 
 
+def _open_nixl(context: RoadContext) -> Road:
+    from kvtransfer.nixl_road import open_nixl
+
+    return open_nixl(context)
+
+
 _ROADS: Final[dict[str, Callable[[RoadContext], Road]]] = {
     "inproc": _open_inproc,
+    "nixl": _open_nixl,
     "tcp": _open_tcp,
     "ucx": _open_ucx,
 }
@@ -58,6 +66,7 @@ def open_plane(
     wakeup: Callable[[], None],
     digest: DigestMode = "sampled",
     layout: BlockLayout | None = None,
+    require: TransportKind | None = None,
 ) -> KVPlane:
     """Open a plane that offers these schemes.
 
@@ -66,16 +75,23 @@ def open_plane(
     told to peers; without a ``secret`` it must be loopback. ``wakeup`` is called on another thread whenever
     `poll` has something to say; it must neither block nor raise. ``digest`` is asked of every block sent to us.
     With its ``layout`` the plane also sends to pools whose blocks hold another number of tokens.
+    With ``require`` no block goes over anything else: schemes that cannot be that are not offered, and a connection
+    that comes out on something else is refused.
 
     Raises `LayoutError` for an unfit pool, `TransportUnavailableError` for a scheme that is unknown, whose
-    library is missing, or that cannot bind.
+    library is missing, or that cannot bind, and if none can be what is required.
     """
     if not schemes:
         raise TransportUnavailableError("a plane needs at least one scheme")
     for scheme in schemes:
         if scheme not in _ROADS:
             raise TransportUnavailableError(f"unknown scheme {scheme!r}; one of {', '.join(SCHEMES)}")
+    if {"ucx", "nixl"} <= set(schemes):
+        raise TransportUnavailableError("ucx and nixl exclude each other: each brings its own UCX into the process")
     _check_pool(pool)
+    able = [scheme for scheme in schemes if can_satisfy(scheme, require)]
+    if not able:
+        raise TransportUnavailableError(f"{require} is required, and {' and '.join(schemes)} can never be that")
     me = Identity(*identity)
     events = EventBox(wakeup)
     dead = DeadPeers()
@@ -93,9 +109,10 @@ def open_plane(
         dead=dead,
         digester=Digester(pool, digest),
         meter=meter,
+        routes=Routes(require),
         regrouper=None if layout is None else Regrouper(pool, layout),
     )
-    return KVPlane(context, {scheme: _ROADS[scheme] for scheme in schemes})
+    return KVPlane(context, {scheme: _ROADS[scheme] for scheme in able})
 
 
 def _check_pool(pool: Pool) -> None:

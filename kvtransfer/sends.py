@@ -163,14 +163,15 @@ class SendLedger:
         with self._lock:
             return list(islice(push.queue, limit))
 
-    def sent(self, push: Push, index: int) -> None:
-        """The transport has read the block for the last time."""
+    def sent(self, push: Push, *indexes: int) -> None:
+        """The transport has read these blocks for the last time."""
         with self._lock:
-            self._give_back(push, index)
-            push.num_sent += 1
-            self.blocks_sent += 1
-            self.bytes_sent += push.block_bytes
-            self._events.put(BlocksSent(push.ticket_id, (index,)))
+            for index in indexes:
+                self._give_back(push, index)
+            push.num_sent += len(indexes)
+            self.blocks_sent += len(indexes)
+            self.bytes_sent += push.block_bytes * len(indexes)
+            self._events.put(BlocksSent(push.ticket_id, indexes))
             self._settle(push)
         self._events.wake()
 

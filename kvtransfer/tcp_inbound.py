@@ -7,9 +7,11 @@ import socket
 from typing import Final
 
 from kvtransfer import tcp_wire as wire
+from kvtransfer.connection import InboundConnection
 from kvtransfer.events import PeerLost
 from kvtransfer.receives import Claim
 from kvtransfer.road import RoadContext
+from kvtransfer.routes import Route
 from kvtransfer.tcp_wire import WireError
 from kvtransfer.ticket import PeerId
 
@@ -22,7 +24,7 @@ STALL_TIMEOUT_S: Final = 30.0
 _TURN_BYTES: Final = 8 << 20
 
 
-class Inbound:
+class Inbound(InboundConnection):
     """Owned by the kv-io thread. ``deadline`` (monotonic s) is when the current stage must have ended."""
 
     def __init__(self, sock: socket.socket, context: RoadContext, scratch: memoryview, now: float) -> None:
@@ -40,10 +42,6 @@ class Inbound:
         self._missing = 0
         sock.sendall(wire.pack_greeting(self._nonce))
 
-    @property
-    def proven(self) -> bool:
-        return self.peer is not None
-
     def on_ready(self, now: float) -> None:
         """Read what is there. Raises `WireError` or OSError when this connection must be closed."""
         budget = _TURN_BYTES
@@ -56,7 +54,7 @@ class Inbound:
     def on_deadline(self) -> None:
         raise WireError("too slow")
 
-    def divert_withdrawn(self) -> None:
+    def settle_withdrawn(self) -> None:
         """If the ticket of the landing block was withdrawn, read the rest of it into scratch."""
         if self._claim is not None and self._context.receives.is_withdrawing(self._claim.ticket_id):
             claim, self._claim, self._payload = self._claim, None, None
@@ -65,6 +63,7 @@ class Inbound:
     def close(self, reason: str) -> None:
         """Close the socket; the block that was landing did not arrive."""
         self.sock.close()
+        self._context.routes.closed(self)
         claim, self._claim, self._payload = self._claim, None, None
         if claim is not None:
             self._context.receives.abandon([claim], reason)
@@ -102,6 +101,7 @@ class Inbound:
             raise WireError("peer was declared dead")
         self.sock.sendall(wire.pack_greeting(transcript.mac(b"receiver", context.secret)))
         self.peer = peer
+        context.routes.connected(self, Route(peer, "receiving", "tcp", "tcp"))
         self.deadline = None
 
     def _on_header(self, peer: PeerId, header: wire.Header, now: float) -> None:

@@ -11,8 +11,10 @@ from collections import deque
 from typing import Final
 
 from kvtransfer import tcp_wire as wire
+from kvtransfer.connection import OutboundConnection
 from kvtransfer.events import PeerLost
 from kvtransfer.road import RoadContext
+from kvtransfer.routes import Route
 from kvtransfer.sends import Push, PushItem
 from kvtransfer.tcp_wire import WireError
 from kvtransfer.ticket import Hello, PeerId
@@ -21,7 +23,7 @@ CONNECT_TIMEOUT_S: Final = 5.0
 _TURN_BYTES: Final = 8 << 20
 
 
-class Outbound:
+class Outbound(OutboundConnection):
     """Owned by the kv-io thread; one per receiving plane, shared by all pushes to it.
 
     Only one block is posted at a time: the kernel's socket buffer is the window, so that a cancel leaves at
@@ -88,6 +90,7 @@ class Outbound:
     def close(self, reason: str) -> None:
         """Close the socket and fail every push to this peer: blocks the kernel still held may be lost too."""
         self.sock.close()
+        self._context.routes.closed(self)
         posted, self._posted = self._posted, None
         self._unsent = []
         self._pushes.clear()
@@ -124,6 +127,8 @@ class Outbound:
             self.sock.sendall(wire.pack_reply(context.me, self._nonce, mac))
         elif self._transcript.proves(b"receiver", context.secret, body):
             self._ready = True
+            # No check of what it says: a plane that requires something else has no TCP road.
+            self._context.routes.connected(self, Route(self.peer, "sending", "tcp", "tcp"))
         else:
             raise WireError("the receiver does not know the secret")
 

@@ -21,29 +21,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer import vendor
 from kvtransfer.errors import KVTransferError, TransportUnavailableError
 
 Buffer = npt.NDArray[np.uint8]
 
-# Measured in our trials; see docs/adr. The operator's own values win. They have to be there before ucxx is
-# imported (it sets some itself) and before the first context.
-_DEFAULTS: Final = {
-    "UCX_TCP_TX_SEG_SIZE": "256K",
-    "UCX_TCP_RX_SEG_SIZE": "256K",
-    # A connect to an address that vanished without a reset would otherwise block this thread for a minute.
-    "UCX_TCP_CONN_NB": "y",
-    "UCX_KEEPALIVE_INTERVAL": "1s",
-    "UCX_POSIX_ERROR_HANDLING": "y",
-    "UCX_SYSV_ERROR_HANDLING": "y",
-    "UCX_CMA_MEMORY_INVALIDATE": "y",
-    "UCX_RNDV_THRESH": "intra:auto,inter:auto",
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-}
-
-
 # Nothing new is matched while a worker drains, so it ends by itself; the limit is for a flood of strangers.
 _DRAIN_S: Final = 2.0
 _IDLE_ROUNDS: Final = 16
+
+# lane[1]:  4:cma/memory.0 md[4]  -> md[4]/cma/sysdev[255] seg 4294967295 rma_bw#0
+_LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:(\w+)/[^\n]*?->\s*\S+(?:\s+seg\s+\d+)?([^\n]*)")
+# A lane for nothing else carries no block.
+_IDLE_USES: Final = frozenset({"keepalive", "wireup", "cm"})
 
 
 class UcxError(KVTransferError):
@@ -64,11 +54,10 @@ _vendor: _Vendor | None = None
 
 
 def load() -> _Vendor:
-    """Import ucxx, once. Raises `TransportUnavailableError` where it is not installed or cannot load."""
+    """Import ucxx, once. Raises `TransportUnavailableError` where it is missing, cannot load, or NIXL is loaded."""
     global _vendor
     if _vendor is None:
-        for name, value in _DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        vendor.choose("ucx")
         try:
             import ucxx._lib.libucxx as api
             from ucxx._lib.arr import Array
@@ -83,6 +72,38 @@ def load() -> _Vendor:
         libucp.ucp_ep_print_info.restype = None
         _vendor = _Vendor(api, Array, libucp.ucp_worker_destroy, libucp.ucp_ep_print_info)
     return _vendor
+
+
+def parse_lanes(endpoint_info: str) -> str:
+    """The transports that carry data, out of what ``ucp_ep_print_info`` writes, joined by ``+``."""
+    found = []
+    for name, uses in _LANE.findall(endpoint_info):
+        if not set(uses.split()) or set(uses.split()) - _IDLE_USES:
+            found.append(name)
+    return "+".join(dict.fromkeys(found))
+
+
+class Prepared:
+    """A buffer looked at once, for many messages: ucxx would ask it for its address, size and layout each time."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.array = load().array(buffer)
+
+
+class Blocks:
+    """The blocks of a pool, each prepared when it is first used."""
+
+    def __init__(self, pool: Buffer) -> None:
+        self._pool = pool
+        self._prepared: list[Prepared | None] = [None] * len(pool)
+
+    def __getitem__(self, block_id: int) -> Prepared:
+        found = self._prepared[block_id]
+        if found is None:
+            found = self._prepared[block_id] = Prepared(self._pool[block_id])
+        return found
 
 
 class Request:
@@ -129,12 +150,11 @@ class Endpoint:
             raise UcxError(str(error)) from error
         self._raw.set_close_callback(self._on_close)
 
-    def send(self, buffer: Buffer, tag: int) -> Request:
+    def send(self, buffer: Buffer | Prepared, tag: int) -> Request:
         """Raises `UcxError` on an endpoint that broke."""
-        vendor = load()
-        array = vendor.array(buffer)
+        array = buffer.array if isinstance(buffer, Prepared) else load().array(buffer)
         try:
-            return Request(self._raw.tag_send(array, vendor.api.UCXXTag(tag)), array)
+            return Request(self._raw.tag_send(array, load().api.UCXXTag(tag)), array)
         except _errors() as error:
             raise UcxError(str(error)) from error
 
@@ -157,7 +177,7 @@ class Endpoint:
         return self._closed
 
     def transports(self) -> str:
-        """The lanes UCX chose, such as ``posix+cma`` or ``tcp``; empty while it is still connecting."""
+        """The lanes UCX chose for blocks, such as ``posix+cma`` or ``tcp``; known as soon as there is an endpoint."""
         libc = ctypes.CDLL(None)
         libc.open_memstream.restype = ctypes.c_void_p
         libc.fclose.argtypes = libc.free.argtypes = [ctypes.c_void_p]
@@ -167,9 +187,9 @@ class Endpoint:
             return ""
         load().print_endpoint(self._raw.handle, stream)
         libc.fclose(stream)
-        lanes = re.findall(r"lane\[\d+\]:\s+\d+:([a-z0-9_]+)", (text.value or b"").decode("ascii", "replace"))
+        lanes = parse_lanes((text.value or b"").decode("ascii", "replace"))
         libc.free(text)
-        return "+".join(dict.fromkeys(lanes))
+        return lanes
 
     def leak(self) -> None:
         _immortal(self._raw, self._closing)
@@ -183,7 +203,7 @@ class Context:
 
     def __init__(self, *, loopback_only: bool) -> None:
         api = load().api
-        options = {"NET_DEVICES": "lo"} if loopback_only and "UCX_NET_DEVICES" not in os.environ else {}
+        options = {"NET_DEVICES": "lo"} if loopback_only and vendor.setting("UCX_NET_DEVICES") is None else {}
         try:
             self.raw = api.UCXContext(options, (api.Feature.TAG, api.Feature.WAKEUP))
         except _errors() as error:
@@ -215,9 +235,9 @@ class Worker:
         probe = self.raw.tag_probe(*self._any_tag)
         return Message(probe) if probe.matched else None
 
-    def receive(self, message: Message, buffer: Buffer) -> Request:
+    def receive(self, message: Message, buffer: Buffer | Prepared) -> Request:
         """Into a buffer that is too short, it ends with an error and moves nothing."""
-        array = load().array(buffer)
+        array = buffer.array if isinstance(buffer, Prepared) else load().array(buffer)
         return Request(self.raw.tag_recv_with_handle(array, message.probe), array)
 
     def destroy(self, in_use: list[Request]) -> None:

@@ -17,12 +17,14 @@ from kvtransfer.errors import HelloError
 from kvtransfer.events import PeerLost
 from kvtransfer.receives import Claim
 from kvtransfer.road import RoadContext
+from kvtransfer.routes import Route
 from kvtransfer.ticket import INDEX_BITS, PeerId
-from kvtransfer.ucx import Buffer, Context, Endpoint, Message, Request, UcxError, Worker
+from kvtransfer.ucx import Blocks, Buffer, Context, Endpoint, Message, Request, UcxError, Worker
 from kvtransfer.ucx_wire import (
     FAREWELL_TICKET,
     INTRODUCTION_INDEX,
     MAX_NOTE_BYTES,
+    Introduced,
     farewell,
     open_address,
     read_introduction,
@@ -60,6 +62,7 @@ class Intake:
         self._serving: set[int] = set()
         self._retired_until = 0.0
         self._void = np.zeros(1, np.uint8)
+        self._blocks = Blocks(context.pool)
 
     @property
     def needs_fence(self) -> bool:
@@ -100,6 +103,7 @@ class Intake:
         requests += self._dropping + notes + [request for request, _, _ in self._notes]
         self.worker.destroy(requests)
         for endpoint in self._replies.values():
+            self._context.routes.closed(endpoint)
             endpoint.leak()
         claims = [claim for _, claim in self._landing + self._doubtful]
         self._landing, self._doubtful, self._dropping, self._notes = [], [], [], []
@@ -137,7 +141,7 @@ class Intake:
         if claim is None:
             self._dropping.append(self.worker.receive(message, self._void))
         else:
-            request = self.worker.receive(message, self._context.pool[claim.block_id])
+            request = self.worker.receive(message, self._blocks[claim.block_id])
             self._landing.append((request, claim))
 
     def _reap(self) -> None:
@@ -145,8 +149,8 @@ class Intake:
         for endpoint in self._replies.values():
             if endpoint.broken:
                 endpoint.close()
-        if any(endpoint.closed for endpoint in self._replies.values()):
-            self._replies = {key: value for key, value in self._replies.items() if not value.closed}
+        for key in [key for key, endpoint in self._replies.items() if endpoint.closed]:
+            self._context.routes.closed(self._replies.pop(key))
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:
@@ -177,11 +181,21 @@ class Intake:
         if said is None:
             self._context.receives.refuse()
         elif self._context.receives.introduce(ticket_id, said.peer, said.digests):
-            key = (said.peer, said.reply_to)
-            if said.reply_to and key not in self._replies:
-                with contextlib.suppress(UcxError, HelloError):
-                    address = open_address(self._context.secret, said.reply_to)
-                    self._replies[key] = Endpoint(self.worker, address)
+            self._meet(said)
+            refusal = self._context.routes.refusal(said.peer)
+            if refusal is not None:
+                self._context.receives.refuse_sender(ticket_id, said.peer, refusal)
+
+    def _meet(self, said: Introduced) -> None:
+        """Have a reply endpoint to this sender, which also says over what its blocks come."""
+        routes, key = self._context.routes, (said.peer, said.reply_to)
+        if said.reply_to and key not in self._replies:
+            with contextlib.suppress(UcxError, HelloError):
+                endpoint = Endpoint(self.worker, open_address(self._context.secret, said.reply_to))
+                self._replies[key] = endpoint
+                routes.connected(endpoint, Route(said.peer, "receiving", "ucx", endpoint.transports()))
+        if routes.required is not None and not any(peer == said.peer for peer, _ in self._replies):
+            routes.refuse(said.peer, f"nobody knows over what {said.peer.node_id} sends, {routes.required} is required")
 
     def _doubt(self, pairs: list[tuple[Request, Claim]], reason: str) -> None:
         self._landing = [pair for pair in self._landing if pair not in pairs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import selectors
 import socket
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvtransfer.errors import TransportUnavailableError
+from kvtransfer.host import is_loopback
 from kvtransfer.road import Road, RoadContext
 from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
@@ -37,7 +36,7 @@ class UcxRoad(Road):
 
     def __init__(self, context: RoadContext) -> None:
         self._context = context
-        self._ucx = Context(loopback_only=_is_loopback(context))
+        self._ucx = Context(loopback_only=is_loopback(context))
         self._sender = Sender(self._ucx, context)
         self._old_senders: list[Sender] = []
         self._intake = Intake(self._ucx, context)
@@ -206,14 +205,3 @@ class UcxRoad(Road):
             with contextlib.suppress(BlockingIOError):
                 self._wake_write.send(b"\0")
         return True
-
-
-def _is_loopback(context: RoadContext) -> bool:
-    try:
-        where = socket.getaddrinfo(context.host, 0, type=socket.SOCK_STREAM)[0][4]
-    except OSError as error:
-        raise TransportUnavailableError(f"cannot resolve {context.host!r}") from error
-    loopback = ipaddress.ip_address(where[0]).is_loopback
-    if not loopback and not context.secret:
-        raise TransportUnavailableError("without a shared secret only a loopback address may be bound")
-    return loopback

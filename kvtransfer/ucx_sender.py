@@ -57,8 +57,14 @@ class Sender:
     def start(self, push: Push) -> None:
         """Raises `UcxError` if it cannot connect."""
         link = self._links.get((push.peer, push.address))
+        if link is not None and link.failed:  # a moment ago; the next turn would have taken it out
+            self._failed.append(self._links.pop((push.peer, push.address)))
+            link = None
         if link is None:
             link = Link(push, self.worker, self._context)
+            if link.failed:
+                self._failed.append(link)
+                return
             self._links[link.peer, link.address] = link
         link.add(push)
 

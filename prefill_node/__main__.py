@@ -27,12 +27,13 @@ def main() -> int:
         return 2
     # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
     with permanent_objects():
+        from kvtransfer.vendor import leave
         from prefill_node.service import serve
 
     status = asyncio.run(serve(config))
     if status == RESTART:
         os.execv(sys.executable, [sys.executable, "-m", "prefill_node", *sys.argv[1:]])  # noqa: S606 - no shell, our own command line
-    return status
+    return leave(status)
 
 
 if __name__ == "__main__":

@@ -85,15 +85,15 @@ class Placer:
 
     def readiness(self) -> Readiness:
         """Whether a pair that may work together is alive."""
-        prefills = [node.record for node in self._registry.nodes("prefill")]
-        decodes = [node.record for node in self._registry.nodes("decode")]
-        reasons = [why_apart(prefill, decode) for prefill in prefills for decode in decodes]
-        if None in reasons:
+        now = time.monotonic()
+        prefills, decodes = self._registry.nodes("prefill"), self._registry.nodes("decode")
+        seen = [[_candidate(node, now) for node in nodes] for nodes in (prefills, decodes)]
+        outcome = place(Demand(prompt_len=1, total_len=1), seen[0], seen[1], {})
+        if not isinstance(outcome, NoPair):
             return Readiness(True, "")
-        if reasons:
-            return Readiness(False, str(reasons[0]))
-        missing = " and ".join(name for name, found in (("prefill", prefills), ("decode", decodes)) if not found)
-        return Readiness(False, f"no {missing} node is alive")
+        # The policy knows that no two fit; in what they differ their records say.
+        apart = [why_apart(prefill.record, decode.record) for prefill in prefills for decode in decodes]
+        return Readiness(False, str(apart[0]) if apart and None not in apart else outcome.reason)
 
     def max_request_tokens(self) -> int | None:
         """Prompt plus output that the roomiest usable nodes can hold."""
@@ -144,6 +144,7 @@ def _candidate(node: Node, now: float) -> Candidate:
         free_blocks=load.free_blocks,
         total_blocks=node.record.num_blocks,
         refusing=node.probing or now < node.refused_until_s,
+        refused_peers=node.refused_peers,
     )
 
 

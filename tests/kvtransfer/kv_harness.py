@@ -15,9 +15,14 @@ import numpy as np
 from kvtransfer.digest import DigestMode
 from kvtransfer.events import BlocksArrived, BlocksSent, Event
 from kvtransfer.layout import BlockLayout
+from kvtransfer.routes import TransportKind
 from kvtransfer.select import open_plane
 from kvtransfer.ticket import BlockHandle, TransferTicket, decode_ticket, encode_ticket, new_ticket_id
+from kvtransfer.vendor import leave
 
+# NIXL cannot live in one process with UCXX: `test_kv_nixl` runs these suites again in a process with this set.
+ENV_SCHEME = "BATON_TEST_KV_SCHEME"
+SCHEMES = ("nixl",) if os.environ.get(ENV_SCHEME) == "nixl" else ("inproc", "tcp", "ucx")
 DEADLINE_S = 20.0
 FINGERPRINT = "layout-a"
 SECRET = b"shared by all nodes"
@@ -39,6 +44,7 @@ class Node:
         seed: int | None = None,
         digest: DigestMode = "full",
         layout: BlockLayout | None = None,
+        require: TransportKind | None = None,
     ) -> None:
         self.id, self.epoch = node_id, epoch
         block_bytes = block_bytes if layout is None else layout.block_bytes
@@ -50,7 +56,14 @@ class Node:
         names = (schemes,) if isinstance(schemes, str) else schemes
         identity = (node_id, epoch, fingerprint)
         self.plane = open_plane(
-            names, self.pool, identity, secret=secret, wakeup=self._ready.set, digest=digest, layout=layout
+            names,
+            self.pool,
+            identity,
+            secret=secret,
+            wakeup=self._ready.set,
+            digest=digest,
+            layout=layout,
+            require=require,
         )
 
     def wait_for(self, condition: Callable[[], object]) -> None:
@@ -165,6 +178,7 @@ def _serve(pipe: Connection, scheme: str, node_id: str, options: dict) -> None:
             break
         pipe.send(_answer(node, name, arguments))
     node.close()
+    leave(0)
 
 
 def _answer(node: Node, name: str, arguments: tuple) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from kv_harness import Node, io_threads, open_fds
+from kv_harness import SCHEMES, Node, io_threads, open_fds
 
 from kvtransfer.errors import (
     LayoutMismatchError,
@@ -16,7 +16,7 @@ from kvtransfer.errors import (
 from kvtransfer.events import BlocksArrived, PushEnded, PushFailed, Withdrawn
 from kvtransfer.ticket import BlockHandle, new_ticket_id
 
-pytestmark = pytest.mark.parametrize("scheme", ["inproc", "tcp", "ucx"])
+pytestmark = pytest.mark.parametrize("scheme", SCHEMES)
 
 
 def pair(nodes, scheme: str, **options) -> tuple[Node, Node]:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from kv_harness import Node
+from kv_harness import SCHEMES, Node
 
 from kvtransfer.events import ReceiveFailed
 from kvtransfer.ticket import BlockHandle
 
-SCHEMES = ["inproc", "tcp", "ucx"]
 BLOCK_BYTES = 65536
 pytestmark = pytest.mark.parametrize("scheme", SCHEMES)
 Damage = Callable[[np.ndarray], None]

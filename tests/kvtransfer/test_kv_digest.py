@@ -147,3 +147,13 @@ def test_the_digester_counts():
     blind = Digester(pool, "off")
     assert blind.fits(0, WHO, None)
     assert (blind.failures, blind.seconds) == (0, 0.0)
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full"])
+@pytest.mark.parametrize("size", [64, 4096, 16_384, 65_536, 737_280, 65_537])
+def test_the_digester_takes_what_anybody_would_take_of_that_block(mode, size) -> None:
+    pool = np.random.default_rng(size).integers(0, 256, (3, size), np.uint8)
+    digester = Digester(pool, mode)
+    for index in (0, 5, 63, 64, 1000):
+        identity = BlockIdentity(7, index, 2)
+        assert digester.take(2, identity, mode) == block_digest(pool[2], identity, mode)

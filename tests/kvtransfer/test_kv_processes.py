@@ -7,16 +7,16 @@ import signal
 
 import numpy as np
 import pytest
-from kv_harness import Node, remote
+from kv_harness import SCHEMES, Node, remote
 
 from kvtransfer.events import PeerLost, PushFailed, Withdrawn
 from kvtransfer.ticket import decode_ticket, encode_ticket
 
 
-@pytest.fixture(params=["tcp", "ucx", "ucx over tcp"])
+@pytest.fixture(params=["nixl", "nixl over tcp"] if "nixl" in SCHEMES else ["tcp", "ucx", "ucx over tcp"])
 def scheme(request, monkeypatch) -> str:
     # Over shared memory the receiver reads a hung sender's memory; over TCP it waits, and has to be fenced.
-    if request.param == "ucx over tcp":
+    if request.param.endswith(" over tcp"):
         monkeypatch.setenv("UCX_TLS", "tcp")
     return request.param.split()[0]
 

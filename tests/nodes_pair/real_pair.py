@@ -26,6 +26,8 @@ from cluster.wire import (
     Granted,
     Message,
     Party,
+    Ping,
+    Pong,
     Reserve,
     Submit,
     Token0,
@@ -88,7 +90,16 @@ class Line:
 class RealNode:
     """One node; ``state`` decides, ``pool`` keeps the books, ``cache`` has the bytes."""
 
-    def __init__(self, model: LlamaModel, line: Line, scheme: str, digest: str, role: str, block_size: int) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        line: Line,
+        scheme: str,
+        digest: str,
+        role: str,
+        block_size: int,
+        require: str | None = None,
+    ) -> None:
         self.party, self.block_size = line.party, block_size
         num_blocks = NUM_BLOCKS * BLOCK_SIZE // block_size
         self.pool = BlockPool(num_blocks)
@@ -102,6 +113,7 @@ class RealNode:
             wakeup=self._loop.wake_for_transfer,
             digest=digest,
             layout=self.cache.layout,
+            require=require,
         )
         shared = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": MAX_MODEL_LEN}
         self.state: NodeState
@@ -130,10 +142,19 @@ class RealPair:
         self._router = hub.open("R")
         self._names = (RequestKey(RequestId(f"r{number}"), 1) for number in count())
         self._inboxes: dict[RequestKey, asyncio.Queue[Message]] = {}
+        self._pongs: asyncio.Queue[Pong] = asyncio.Queue()
+
+    async def ping(self, node: RealNode) -> Pong:
+        self._router.send(node.party, Ping(1))
+        async with asyncio.timeout(DEADLINE_S):
+            return await self._pongs.get()
 
     async def listen(self) -> None:
         while True:
             body = (await self._router.receive()).body
+            if isinstance(body, Pong):
+                self._pongs.put_nowait(body)
+                continue
             keys = [item.key for item in body.items] if isinstance(body, Tokens) else [body.key]
             for key in dict.fromkeys(keys):
                 self._inboxes[key].put_nowait(body)
@@ -232,12 +253,16 @@ async def real_pair(
     *,
     backend: Callable[[], Backend] = Reference,
     block_sizes: tuple[int, int] = (BLOCK_SIZE, BLOCK_SIZE),
+    require: str | None = None,
 ) -> AsyncIterator[RealPair]:
-    """Both nodes run; afterwards they hold nothing. ``block_sizes`` are the prefill and the decode node's."""
+    """Both nodes run; afterwards they hold nothing.
+
+    ``block_sizes`` are the prefill and the decode node's, ``require`` is the prefill node's.
+    """
     torch.set_num_threads(1)
-    hub = Hub()
-    prefill = RealNode(tiny_model(directory, backend()), hub.open("P"), scheme, digest, "prefill", block_sizes[0])
-    decode = RealNode(tiny_model(directory, backend()), hub.open("D"), scheme, digest, "decode", block_sizes[1])
+    hub, (ours, theirs) = Hub(), block_sizes
+    prefill = RealNode(tiny_model(directory, backend()), hub.open("P"), scheme, digest, "prefill", ours, require)
+    decode = RealNode(tiny_model(directory, backend()), hub.open("D"), scheme, digest, "decode", theirs)
     pair = RealPair(hub, prefill, decode)
     try:
         tasks = [asyncio.create_task(work()) for work in (prefill.run, decode.run, pair.listen)]

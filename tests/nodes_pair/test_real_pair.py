@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from real_pair import BLOCK_SIZE, SEED, RealPair, real_pair
 
 from cluster.prefix_hash import block_hashes
-from cluster.wire import Failed
+from cluster.wire import Failed, RefusedPeer
 from engine.node_http import NodeView
 
 SCHEMES = ["tcp", "ucx"]
@@ -139,3 +139,46 @@ def _poison_before_every_event(node, marker: float, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(node.state, "handle", handled)
     monkeypatch.setattr(node.state, "schedule", scheduled)
+
+
+async def test_what_is_not_the_required_transport_fails_the_request_and_the_router_hears_why(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    why = "the ucx connection with D came out on tcp, rdma is required"
+    async with real_pair(tmp_path, "ucx", require="rdma") as pair:
+        assert (await pair.ping(pair.prefill)).refused_peers == ()
+        for _ in range(2):
+            # Which of the two nodes is heard first is chance, and only one of them knows why.
+            assert isinstance(await pair.ask(PROMPTS[0], 4), Failed)
+            await pair.at_rest()
+            assert f"KV blocks could not be sent: {why}" in caplog.text
+        decode = pair.decode.party
+        assert (await pair.ping(pair.prefill)).refused_peers == (RefusedPeer(decode.id, decode.epoch, why),)
+        view = NodeView("prefill", "P", pair.prefill.state, pair.prefill.pool, pair.prefill.plane, lambda: 0.0)
+        seen = msgspec.json.decode(view.debug_kv())
+        assert seen["connections"] == []
+        assert seen["refused_peers"] == [{"peer": "D", "peer_epoch": decode.epoch, "reason": why}]
+        assert {s.name: s.value for s in view.samples()}["kv_peers_refused"] == 1
+
+
+async def test_the_required_transport_serves_and_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    async with real_pair(tmp_path, "ucx", require="tcp") as pair:
+        assert isinstance(await pair.ask(PROMPTS[0], 4), list)
+        for node, role, direction, peer in (
+            (pair.prefill, "prefill", "sending", pair.decode.party),
+            (pair.decode, "decode", "receiving", pair.prefill.party),
+        ):
+            view = NodeView(role, role, node.state, node.pool, node.plane, lambda: 0.0)
+            (connection,) = msgspec.json.decode(view.debug_kv())["connections"]
+            assert connection == {
+                "peer": peer.id,
+                "peer_epoch": peer.epoch,
+                "peer_role": "decode" if role == "prefill" else "prefill",
+                "direction": direction,
+                "scheme": "ucx",
+                "transport": "tcp",
+            }
+            told = [s.labels for s in view.samples() if s.name == "kv_peer_transport_info"]
+            assert told == [{"peer_role": connection["peer_role"], "scheme": "ucx", "transport": "tcp"}]

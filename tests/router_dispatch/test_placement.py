@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.request import RequestId, RequestKey
-from cluster.wire import NodeLoad, Pong, Refused
+from cluster.wire import NodeLoad, Pong, Refused, RefusedPeer
 from router.naming import PromptNames
 from router.placement import MAX_RETRY_S, MIN_RETRY_S, Placer
 from router.policy import Booking, Busy, Demand, NoPair
@@ -195,3 +195,18 @@ def test_a_misfit_is_logged_once_when_it_joins(caplog: pytest.LogCaptureFixture)
     b.eyes.see(record("a", fingerprint="g", layout={**FACTS, "layers": "31"}))
     told = [r.getMessage() for r in caplog.records if "do not fit" in r.getMessage()]
     assert told == ["decode node a and prefill node p do not fit: layers 31 and 30"]
+
+
+def test_a_pair_that_cannot_exchange_blocks_is_not_ready_until_another_comes() -> None:
+    b = books(P, A)
+    refused = RefusedPeer("a", A.party.epoch, "came out on tcp, rdma is required")
+    b.eyes.registry.on_pong(P.party, Pong(1, NodeLoad(), (refused,)), b.eyes.now)
+    readiness = b.placer.readiness()
+    assert (readiness.ready, readiness.reason) == (False, "p: came out on tcp, rdma is required")
+    outcome = b.place()
+    assert isinstance(outcome, NoPair)
+    assert outcome.reason == readiness.reason
+    b.eyes.see(B)
+    b.eyes.pong(B.party)
+    assert b.placer.readiness().ready
+    assert b.booked().placement.decode.id == "b"

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from cluster.wire import Party
+from cluster.wire import Party, RefusedPeer
 from router.policy import MAX_WAITING_TOKENS, Busy, Candidate, Demand, NoPair, Placement, place
 
 
@@ -49,6 +49,10 @@ SMALL = Demand(prompt_len=32, total_len=48)
         # refusing nodes and full queues are passed over while others are there
         ([P0], [replace(D0, refusing=True), D1], {}, ("p0", "d1")),
         ([replace(P0, waiting_tokens=MAX_WAITING_TOKENS), P1], [D0], {"p0": 32}, ("p1", "d0")),
+        # a pair that cannot exchange blocks as one of the two requires; another life of a node is another node
+        ([replace(P0, refused_peers=(RefusedPeer("d0", 1, "tcp"),))], [D0, D1], {}, ("p0", "d1")),
+        ([P0, P1], [replace(D0, refused_peers=(RefusedPeer("p0", 1, "tcp"),))], {}, ("p1", "d0")),
+        ([replace(P0, refused_peers=(RefusedPeer("d0", 2, "tcp"),))], [D0], {}, ("p0", "d0")),
         # a node that reports nothing yet
         ([P0], [node("d0", free_blocks=0, total_blocks=0)], {}, ("p0", "d0")),
     ],
@@ -73,6 +77,7 @@ def test_placements(
         ([node("p", capacity=31)], [D0], NoPair, "length"),
         # both sizes are there, but not in one layout
         ([node("p", "a", 31), node("q", "b")], [node("d", "a"), node("e", "b", 47)], NoPair, "length"),
+        ([replace(P0, refused_peers=(RefusedPeer("d0", 1, "came out on tcp"),))], [D0], NoPair, "p0: came out on tcp"),
         ([P0], [replace(D0, refusing=True)], Busy, "decode"),
         ([replace(P0, waiting_tokens=MAX_WAITING_TOKENS)], [D0], Busy, "prefill"),
         # room on both sides, but of different layouts
