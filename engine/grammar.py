@@ -39,19 +39,29 @@ class _State:
 
 
 class Grammars:
-    """The states of all sequences with a grammar. Not thread-safe: belongs to the thread that runs steps.
-
-    The tokenizer is read at the first use: half a second that most nodes need never spend.
-    """
+    """The states of all sequences with a grammar. Not thread-safe: belongs to the thread that runs steps."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``vocab_size``: of the logits. Nothing is read yet."""
+        """``vocab_size``: of the logits. Nothing is read before :meth:`load`, or the first use."""
         self._file = tokenizer_file
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._states: OrderedDict[tuple[RequestKey, int], _State] = OrderedDict()
         self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
         self._tokenizer: LLTokenizer | None = None
+
+    def load(self) -> LLTokenizer:
+        """Read the tokenizer: half a second that a serving node must not spend, since it keeps the GIL all the time.
+
+        Raises :class:`GrammarError` if it cannot be used.
+        """
+        if self._tokenizer is None:
+            try:
+                text = self._file.read_text(encoding="utf-8")
+                self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise GrammarError("this model's tokenizer cannot be used with grammars") from error
+        return self._tokenizer
 
     def allowed(self, key: RequestKey, choice: int, grammar: Grammar, output_token_ids: Sequence[int]) -> Allowed:
         """Which tokens may follow ``output_token_ids``: bool ``[vocab_size]``.
@@ -75,19 +85,10 @@ class Grammars:
         return bits.astype(np.bool_)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        matcher = LLMatcher(self._loaded_tokenizer(), source_of(grammar), log_level=0)
+        matcher = LLMatcher(self.load(), source_of(grammar), log_level=0)
         if matcher.is_error():
             raise GrammarError("the grammar cannot be compiled")
         return matcher
-
-    def _loaded_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            try:
-                text = self._file.read_text(encoding="utf-8")
-                self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise GrammarError("this model's tokenizer cannot be used with grammars") from error
-        return self._tokenizer
 
 
 def source_of(grammar: Grammar) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,7 @@ class LlamaModel:
         self._attended = _Buffer(queries, dtype, self._device)
         self._inner = _Buffer(config.intermediate_size, dtype, self._device)
         self._logits = _Buffer(config.vocab_size, torch.float32, self._device)
+        self._num_rows = 0  # of the batch in the buffers
         self._host_logits = _Buffer(config.vocab_size, torch.float32, torch.device("cpu"), pinned=True)
 
     def kv_layout(self, block_size: int) -> BlockLayout:
@@ -84,7 +86,7 @@ class LlamaModel:
         """
         batch = batch.on(self._device)
         config, weights, ops = self.config, self.weights, self.weights.ops
-        num_rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
+        num_rows = len(batch.token_ids)
         x = self._residual.rows(num_rows)
         ops.embed(batch.token_ids, weights.embedding, x)
         step = DecoderStep(
@@ -101,10 +103,24 @@ class LlamaModel:
             plan=ops.plan(batch.spans, config.num_heads, config.num_kv_heads),
         )
         ops.run(self._stack, step)
-        logits = self._logits.rows(num_samples)
-        if num_samples:
-            last = self._hidden.rows(num_samples)
-            ops.rms_norm(x, weights.final_norm, config.rms_eps, last, rows=batch.sample_rows)
+        self._num_rows = num_rows
+        return self._logits_of(batch.sample_rows)
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[int]) -> Tensor:
+        """Logits of further rows of the batch that :meth:`forward` computed last, as it gives them.
+
+        So that the logits of a whole prompt never have to be in memory at once.
+        """
+        wanted = torch.tensor(rows, dtype=torch.int64)
+        return self._logits_of(wanted if self._device.type == "cpu" else wanted.to(self._device))
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        weights, ops, count = self.weights, self.weights.ops, len(rows)
+        logits = self._logits.rows(count)
+        if count:
+            last, x = self._hidden.rows(count), self._residual.rows(self._num_rows)
+            ops.rms_norm(x, weights.final_norm, self.config.rms_eps, last, rows=rows)
             ops.linear(last, weights.lm_head, logits)
         return self._on_host(logits)
 

@@ -9,13 +9,17 @@ from itertools import chain, islice
 import numpy as np
 import torch
 
-from cluster.request import RequestId, RequestKey, SamplingParams
+from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
 from engine.grammar import Allowed, GrammarError, Grammars
 from engine.kv_cache import KVCache
+from engine.logprobs import token_logprobs
 from engine.model import ForwardBatch, LlamaModel
-from engine.sampler import Choice, Draw, choose
-from engine.step import FailedSequence, SampledToken, SequenceChunk, StepPlan, StepResult
+from engine.sampler import NOT_FINITE, Choice, Draw, choose
+from engine.step import FailedSequence, SampledToken, ScoredTokens, SequenceChunk, StepPlan, StepResult
 from kernels.spans import Spans
+
+# Prompt tokens that are scored at once: their logits are the memory this takes (6 MB for 49,152 tokens).
+_SCORED_ROWS = 32
 
 
 class ModelRunner:
@@ -58,7 +62,8 @@ class ModelRunner:
                         tokens.append(SampledToken(chunk.key, outcome.token_id, outcome.logprobs, choice))
                     else:
                         failed.append(FailedSequence(chunk.key, outcome))
-        return StepResult(tuple(tokens), tuple(failed), time.perf_counter() - began)
+        scored, unscored = self._score_all(chunks)
+        return StepResult(tuple(tokens), (*failed, *unscored), time.perf_counter() - began, scored)
 
     def warm_up(self, num_tokens: int = 32) -> float:
         """Run a prefill of up to ``num_tokens`` and a decode step, so that the first request does not pay for
@@ -80,9 +85,40 @@ class ModelRunner:
         self.cache.pool[:num_blocks].zero_()
         return seconds
 
+    def _score_all(
+        self, chunks: Sequence[SequenceChunk]
+    ) -> tuple[tuple[ScoredTokens, ...], tuple[FailedSequence, ...]]:
+        scored: list[ScoredTokens] = []
+        failed: list[FailedSequence] = []
+        first_row = 0
+        for chunk in chunks:
+            if chunk.targets:
+                if (logprobs := self._score(chunk, first_row)) is None:
+                    failed.append(FailedSequence(chunk.key, NOT_FINITE))
+                else:
+                    scored.append(ScoredTokens(chunk.key, logprobs))
+            first_row += len(chunk.token_ids)
+        return tuple(scored), tuple(failed)
+
+    def _score(self, chunk: SequenceChunk, first_row: int) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the chunk's targets, after the step that computed it; None if they are not finite."""
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(chunk.targets), _SCORED_ROWS):
+            targets = chunk.targets[start : start + _SCORED_ROWS]
+            rows = range(first_row + start, first_row + start + len(targets))
+            logits = self.model.logits(rows).numpy()
+            with np.errstate(all="ignore"):
+                if not np.isfinite(logits.sum(axis=1)).all():
+                    return None
+            found += token_logprobs(logits, targets, [chunk.num_target_logprobs] * len(targets))
+        return tuple(found)
+
     def _problem(self, chunk: SequenceChunk) -> str | None:
         config, block_size = self.model.config, self.cache.layout.block_size
-        if min(chunk.token_ids) < 0 or max(chunk.token_ids) >= config.vocab_size:
+        lowest, highest = min(chunk.token_ids), max(chunk.token_ids)
+        if chunk.targets:
+            lowest, highest = min(lowest, *chunk.targets), max(highest, *chunk.targets)
+        if lowest < 0 or highest >= config.vocab_size:
             return f"a token id is outside the model's vocabulary of {config.vocab_size}"
         if chunk.position > config.max_positions:
             return f"{chunk.position} tokens are over the model's {config.max_positions} positions"

@@ -25,6 +25,8 @@ class SequenceChunk:
     ``num_generated`` of the tokens before it are output, not prompt. ``history`` is set if ``sampling`` has penalties:
     the whole sequence up to the token to be sampled. ``output_token_ids`` are the output so far, given if ``sampling``
     has a grammar. The runner reads both during the step, they stay the scheduler's.
+    ``targets`` are the tokens that really follow the first so many of ``token_ids``: their log-probabilities are
+    wanted, and those of the ``num_target_logprobs`` most likely tokens at each place.
     """
 
     key: RequestKey
@@ -36,12 +38,16 @@ class SequenceChunk:
     num_generated: int = 0
     history: TokenHistory | None = None
     output_token_ids: Sequence[int] = ()
+    targets: Sequence[int] = ()
+    num_target_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not self.token_ids or self.start < 0 or self.position != self.start + len(self.token_ids):
             raise ValueError(
                 f"{self.key}: chunk of {len(self.token_ids)} tokens at {self.start} cannot end at {self.position}"
             )
+        if len(self.targets) > len(self.token_ids):
+            raise ValueError(f"{self.key}: {len(self.targets)} targets for {len(self.token_ids)} tokens")
 
 
 class BlockCopy(NamedTuple):
@@ -78,6 +84,14 @@ class SampledToken:
     choice: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """One entry for each of a chunk's ``targets``, in order."""
+
+    key: RequestKey
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class FailedSequence(NamedTuple):
     """A sequence of this request cannot go on; its blocks hold nothing of use. A client may see ``message``."""
 
@@ -87,12 +101,13 @@ class FailedSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens and failures in the order of the plan's chunks and of their choices.
+    """Tokens, failures and scores in the order of the plan's chunks and of their choices.
 
-    Chunks that sample nothing leave no entry.
+    Chunks that sample nothing leave no token, those without targets no score.
     ``seconds`` is the wall time of the step.
     """
 
     tokens: tuple[SampledToken, ...]
     failed: tuple[FailedSequence, ...]
     seconds: float
+    scored: tuple[ScoredTokens, ...] = ()

@@ -10,13 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cluster.request import RequestKey, SamplingParams, finish_reason
+from cluster.request import RequestKey, SamplingParams, TokenLogprobs, finish_reason
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, FirstToken, Party, StartedChoice, Submit, Ticket, Token0
+from cluster.wire import Capsule, FirstToken, Party, PromptLogprobs, StartedChoice, Submit, Ticket, Token0
 from engine.history import TokenHistory
 from engine.instructions import Push
 from engine.step import SampledToken, SequenceChunk
 from kvtransfer.ticket import TransferTicket
+
+# 20 likeliest tokens each make about 1.3 MB of so many.
+MAX_LOGPROBS_A_MESSAGE = 4096
 
 
 class HandoffState(Enum):
@@ -68,6 +71,7 @@ class Handoff:
     block_names: tuple[bytes, ...]
     sampling: SamplingParams
     num_emitted: int
+    num_prompt_logprobs: int | None
     ticket: Ticket
     transfer: TransferTicket | None
     deadline_s: float
@@ -97,6 +101,7 @@ class Handoff:
             block_names=submit.block_hashes,
             sampling=submit.sampling,
             num_emitted=submit.num_emitted,
+            num_prompt_logprobs=submit.num_prompt_logprobs,
             ticket=submit.ticket,
             transfer=transfer,
             deadline_s=now + submit.deadline_s,
@@ -170,7 +175,17 @@ class Handoff:
             num_generated=self.num_emitted,
             history=self.history,
             output_token_ids=self._output() if last else (),
+            targets=() if self.num_prompt_logprobs is None else self.prompt[start + 1 : end + 1],
+            num_target_logprobs=self.num_prompt_logprobs or 0,
         )
+
+    def prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> list[PromptLogprobs]:
+        """What the router hears of the chunk that was computed last, in messages of bounded size."""
+        start = self.num_computed + 1
+        return [
+            PromptLogprobs(self.key, start + first, logprobs[first : first + MAX_LOGPROBS_A_MESSAGE])
+            for first in range(0, len(logprobs), MAX_LOGPROBS_A_MESSAGE)
+        ]
 
     def token0(self, tokens: Sequence[SampledToken], now: float) -> Token0:
         """What the router hears when the prompt is computed; ``tokens`` has one for each choice, in order."""

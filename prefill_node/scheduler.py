@@ -236,6 +236,7 @@ class PrefillState:
         for token in result.tokens:
             sampled.setdefault(token.key, []).append(token)
         failed = dict(result.failed)
+        scored = {score.key: score.logprobs for score in result.scored}
         planned, self._planned = self._planned, []
         for handoff, count in planned:
             handoff.num_scheduled = 0
@@ -250,6 +251,8 @@ class PrefillState:
                 self._table.distrust(handoff)
                 self._fail(handoff, EngineError(reason), now)
                 continue
+            for message in handoff.prompt_logprobs(scored.get(handoff.key, ())):
+                self._out.append(Send(handoff.router, message))
             handoff.num_computed += count
             self._counters["prefill_computed_tokens_total"] += count
             self._table.name_full_blocks(handoff)

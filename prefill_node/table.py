@@ -57,8 +57,9 @@ class HandoffTable:
     def take_blocks(self, handoff: Handoff) -> bool:
         """Share the cached prefix and allocate the rest of the prompt; False, taking nothing, if there is no room."""
         size = self._block_size
-        # The last prompt token is always computed: its logits are token 0.
-        shared = self.pool.match(handoff.block_names[: (len(handoff.prompt) - 1) // size])
+        # The last prompt token is always computed: its logits are token 0. Those of cached tokens are not kept.
+        num_useful = (len(handoff.prompt) - 1) // size if handoff.num_prompt_logprobs is None else 0
+        shared = self.pool.match(handoff.block_names[:num_useful])
         num_new = -(-len(handoff.prompt) // size) - len(shared)
         if self.pool.num_free - self.pool.num_free_among(shared) < num_new:
             return False

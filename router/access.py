@@ -14,7 +14,8 @@ from router.limits import KeyLimits
 from router.middleware import error_response
 
 TENANT_KEY: Final = "baton.tenant"
-_OPEN_PATHS: Final = frozenset({"/health"})
+# Those that answer without a key.
+OPEN_PATHS: Final = frozenset({"/health"})
 _SCHEME: Final = b"bearer"
 
 
@@ -34,7 +35,7 @@ class AccessMiddleware:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._keys or scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+        if not self._keys or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         holder = self._holder(scope)

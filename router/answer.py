@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
 from starlette.responses import Response
@@ -19,24 +20,20 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, EngineError
 from router.choice import Choice
-from router.completion import (
-    DONE_FRAME,
-    FORMATS,
-    Piece,
-    PromptTokensDetails,
-    ReplyHead,
-    Usage,
-    error_frame,
-)
-from router.generation import Endings, Generation, Generator
+from router.completion import DONE_FRAME, FORMATS, Piece, ReplyHead, error_frame, joined
+from router.echo import echo_piece, moved
+from router.generation import Endings, Generation, Generator, TokenDelta
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
 from router.planning import Plan
+from router.replies import PromptTokensDetails, Usage
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _ID_PREFIX: Final = {"completions": "cmpl", "chat": "chatcmpl"}
+# Names and numbers of so many tokens take about 10 ms to write.
+_INLINE_ENTRIES: Final = 1024
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -67,16 +64,23 @@ class Answer(Response):
         send_timeout_s: float,
     ) -> None:
         super().__init__()
-        head = ReplyHead(f"{_ID_PREFIX[plan.endpoint]}-{uuid.uuid4().hex}", int(time.time()), model, system_fingerprint)
+        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{uuid.uuid4().hex}"
+        head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer)
         self._plan = plan
         self._format = FORMATS[plan.endpoint](head)
+        self._tokenizer = tokenizer
         self._generator = generator
         self._metrics = metrics
         self._send_timeout_s = send_timeout_s
         self._choices = [
-            Choice(tokenizer.detokenizer(generation.prompt_token_ids), plan.stops, tokenizer.eos_token_ids)
+            Choice(
+                tokenizer.detokenizer(generation.prompt_token_ids, show_special=plan.rules.show_special),
+                plan.rules,
+                tokenizer.eos_token_ids,
+            )
             for generation in _by_choice(plan)
         ]
+        # What is not sent yet: all of a whole answer; of a stream what shows nothing by itself.
         self._pieces: list[list[Piece]] = [[] for _ in self._choices]
         self._started = False
         self._send_lock = asyncio.Lock()
@@ -116,27 +120,26 @@ class Answer(Response):
         """Run one generation; its choices are those from ``number * n`` on."""
         generation, endings = self._plan.generations[number], Endings()
         indexes = range(number * generation.sampling.num_choices, (number + 1) * generation.sampling.num_choices)
-        last_s: dict[int, float] = {}
+        running, last_s = set(indexes), dict[int, float]()
         async with aclosing(self._generator.generate(generation, endings)) as deltas:
             async for delta in deltas:
                 index, now_s = indexes[delta.choice], time.perf_counter()
-                choice = self._choices[index]
-                num_before = choice.num_tokens
-                piece = choice.feed(delta)
+                num_before = self._choices[index].num_tokens
+                piece = self._generated(number, index, delta)
+                self._metrics.generation_tokens.inc(self._choices[index].num_tokens - num_before)
                 opening = b""
                 if not last_s:
                     self._first_delta(generation, delta.cached_tokens, now_s - record.started_s)
-                    opening = self._opening(indexes, generation)
+                    opening = await self._opening(number, indexes, delta)
                 elif index in last_s:
                     self._metrics.inter_token_latency.observe(now_s - last_s[index])
-                self._metrics.generation_tokens.inc(choice.num_tokens - num_before)
-                if self._plan.stream:
-                    await self._send_piece(send, index, piece, opening)
-                else:
-                    self._pieces[index].append(piece)
                 last_s[index] = now_s
-                if choice.finish_reason is not None:
-                    if all(self._choices[each].finish_reason is not None for each in indexes):
+                self._pieces[index].append(piece)
+                if self._plan.stream and (frames := opening + await self._chunk(index)):
+                    await self._send_frames(send, frames)
+                if piece.finish_reason is not None:
+                    running.remove(index)
+                    if not running:
                         return
                     if delta.finish_reason is None:
                         endings.add(delta.choice)
@@ -147,27 +150,50 @@ class Answer(Response):
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
         self._metrics.cached_prompt_tokens.inc(cached_tokens or 0)
 
-    def _opening(self, indexes: Sequence[int], generation: Generation) -> bytes:
-        """What goes out before the first text of any of a generation's choices."""
-        prompt_ids = generation.prompt_token_ids if self._plan.return_token_ids else None
-        return b"".join(self._format.opening(index, prompt_ids) for index in indexes)
+    def _generated(self, number: int, index: int, delta: TokenDelta) -> Piece:
+        """What a delta adds to its choice."""
+        plan, choice = self._plan, self._choices[index]
+        if plan.score_only:
+            choice.cached_tokens = delta.cached_tokens
+            return Piece("", (), "length")
+        return moved(choice.feed(delta), len(plan.prompt_texts[number]) if plan.prompt_texts else 0)
 
-    async def _send_piece(self, send: Send, index: int, piece: Piece, opening: bytes) -> None:
-        frames, with_ids = opening, self._plan.return_token_ids
-        if piece.text or piece.finish_reason is not None or with_ids:
-            usage = self._usage() if self._plan.usage == "every" else None
-            frames += self._format.chunk(index, piece, usage, with_ids=with_ids)
-        if frames:
-            await self._send_frames(send, frames)
+    async def _opening(self, number: int, indexes: Sequence[int], first: TokenDelta) -> bytes:
+        """What goes out before the first generated text of any of a generation's choices; all begin with an echo."""
+        plan, generation = self._plan, self._plan.generations[number]
+        if plan.echo:
+            detokenizer = self._tokenizer.detokenizer(show_special=plan.rules.show_special)
+            echoed = echo_piece(plan.prompt_texts[number], generation, first.prompt_logprobs, detokenizer)
+            for index in indexes:
+                self._pieces[index].append(echoed)
+        if not plan.stream:
+            return b""
+        prompt_ids = generation.prompt_token_ids if plan.return_token_ids else None
+        usage = self._usage_so_far()
+        frames = [self._format.opening(index, prompt_ids, usage) for index in indexes]
+        if plan.echo:
+            frames += [await self._chunk(index) for index in indexes]
+        return b"".join(frames)
+
+    async def _chunk(self, index: int) -> bytes:
+        """What has gathered, if it shows anything; otherwise it goes with the next piece that does."""
+        with_ids = self._plan.return_token_ids
+        piece = joined(self._pieces[index])
+        if not (piece.text or piece.finish_reason is not None or with_ids):
+            return b""
+        self._pieces[index].clear()
+        write = partial(self._format.chunk, index, piece, self._usage_so_far(), with_ids=with_ids)
+        return await _written(write, len(piece.entries))
 
     async def _end(self, send: Send) -> None:
         if self._plan.stream:
             usage = b"" if self._plan.usage == "none" else self._format.usage_chunk(self._usage())
             await self._send_frames(send, usage + DONE_FRAME, more=False)
             return
-        pieces = [_joined(pieces) for pieces in self._pieces]
+        pieces = [joined(pieces) for pieces in self._pieces]
         prompts = [generation.prompt_token_ids for generation in _by_choice(self._plan)]
-        body = self._format.whole(pieces, self._usage(), prompts if self._plan.return_token_ids else None)
+        write = partial(self._format.whole, pieces, self._usage(), prompts if self._plan.return_token_ids else None)
+        body = await _written(write, sum(len(piece.entries) for piece in pieces))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -193,6 +219,9 @@ class Answer(Response):
         except TimeoutError:
             raise _SlowClientError from None
 
+    def _usage_so_far(self) -> Usage | None:
+        return self._usage() if self._plan.usage == "every" else None
+
     def _usage(self) -> Usage:
         prompt_tokens = sum(len(generation.prompt_token_ids) for generation in self._plan.generations)
         completion_tokens = sum(choice.num_tokens for choice in self._choices)
@@ -206,13 +235,9 @@ def _by_choice(plan: Plan) -> list[Generation]:
     return [generation for generation in plan.generations for _ in range(generation.sampling.num_choices)]
 
 
-def _joined(pieces: list[Piece]) -> Piece:
-    return Piece(
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        finish_reason=pieces[-1].finish_reason,
-        stop_reason=pieces[-1].stop_reason,
-    )
+async def _written(write: Callable[[], bytes], num_entries: int) -> bytes:
+    """What ``write`` gives; in a thread, which lets the event loop run, if there is much to write."""
+    return await asyncio.to_thread(write) if num_entries > _INLINE_ENTRIES else write()
 
 
 async def _cancel_on_disconnect(receive: Receive, reply: asyncio.Task[None], record: RequestRecord) -> None:

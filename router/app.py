@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from fastapi import FastAPI
@@ -26,9 +26,12 @@ from router.generation import Generator
 from router.limits import KeyLimits
 from router.metrics import METRICS_CONTENT_TYPE, Metrics
 from router.middleware import RECORD_KEY, FrontMiddleware, RequestRecord, error_response
+from router.openapi import openapi_document
 from router.planning import Plan, Planner, for_tenant
+from router.replies import HealthReply, ModelCard, ModelList, ReadyReply, VersionReply
 from router.schemas import decode_chat, decode_completion
 from router.tokenizer import Tokenizer
+from router.tokenizing import decode_detokenize, decode_tokenize, detokenize, tokenize, tokenizer_info
 
 _READY_RETRY_S: Final = "1"
 
@@ -63,6 +66,8 @@ class _Front:
         self._metrics = metrics
         self._planner = Planner(settings.served_name, settings.max_model_len, tokenizer, generator)
         self._created = int(time.time())
+        self._was_ready = False
+        self._openapi = openapi_document(settings.version)
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
@@ -72,27 +77,45 @@ class _Front:
         body = await self._body(request)
         return self._answer(request, await self._planner.chat(decode_chat(body)))
 
+    async def tokenize(self, request: Request) -> Response:
+        wanted = decode_tokenize(await self._body(request))
+        self._planner.check_model(wanted.model)
+        return _json(await tokenize(wanted, self._tokenizer, self._settings.max_model_len))
+
+    async def detokenize(self, request: Request) -> Response:
+        wanted = decode_detokenize(await self._body(request))
+        self._planner.check_model(wanted.model)
+        return _json(await detokenize(wanted, self._tokenizer))
+
+    async def tokenizer_info(self) -> Response:
+        return _json(tokenizer_info(self._tokenizer, self._settings.max_model_len))
+
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._model_card()]})
+        # Some take a listed model for a promise that it answers: nothing is listed before nodes were ready once.
+        self._was_ready = self._was_ready or self._generator.ready().ready
+        return _json(ModelList([self._model_card()] if self._was_ready else []))
 
     async def model(self, request: Request) -> Response:
         self._planner.check_model(request.path_params["model_id"])
         return _json(self._model_card())
 
     async def health(self) -> Response:
-        return _json({"status": "ok"})
+        return _json(HealthReply())
 
     async def ready(self) -> Response:
         readiness = self._generator.ready()
         if readiness.ready:
-            return _json({"ready": True})
-        return _json({"ready": False, "reason": readiness.reason}, status=503, headers={"retry-after": _READY_RETRY_S})
+            return _json(ReadyReply(True))
+        return _json(ReadyReply(False, readiness.reason), status=503, headers={"retry-after": _READY_RETRY_S})
 
     async def metrics(self) -> Response:
         return Response(self._metrics.text(), headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def version(self) -> Response:
-        return _json({"version": self._settings.version})
+        return _json(VersionReply(self._settings.version))
+
+    async def openapi(self) -> Response:
+        return Response(self._openapi, media_type="application/json")
 
     async def _body(self, request: Request) -> bytes:
         settings = self._settings
@@ -109,16 +132,9 @@ class _Front:
             send_timeout_s=self._settings.send_timeout_s,
         )
 
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._settings.served_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "baton",
-            "root": self._settings.served_name,
-            "parent": None,
-            "max_model_len": self._settings.max_model_len,
-        }
+    def _model_card(self) -> ModelCard:
+        name = self._settings.served_name
+        return ModelCard(id=name, created=self._created, root=name, max_model_len=self._settings.max_model_len)
 
 
 def create_app(
@@ -149,7 +165,11 @@ def create_app(
     front = _Front(settings, tokenizer, generator, metrics)
     app.add_api_route("/v1/completions", front.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", front.chat_completions, methods=["POST"])
+    app.add_api_route("/tokenize", front.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", front.detokenize, methods=["POST"])
     readable = ["GET", "HEAD"]
+    app.add_api_route("/tokenizer_info", front.tokenizer_info, methods=readable)
+    app.add_api_route("/openapi.json", front.openapi, methods=readable)
     app.add_api_route("/v1/models", front.models, methods=readable)
     app.add_api_route("/v1/models/{model_id:path}", front.model, methods=readable)
     app.add_api_route("/health", front.health, methods=readable)
@@ -159,7 +179,7 @@ def create_app(
     return app
 
 
-def _json(content: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json(content: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json", headers=headers)
 
 
@@ -167,14 +187,17 @@ async def _on_baton_error(_: Request, error: Exception) -> Response:
     return error_response(error if isinstance(error, BatonError) else EngineError("Internal error."))
 
 
-async def _on_http_exception(_: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Translate what the framework itself refuses: unknown paths and wrong methods."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         return error_response(NotFoundError("Unknown path."))
     if status == 405:
-        response = error_response(MethodNotAllowedError("This path does not take that method."))
         allowed = (error.headers or {}).get("Allow") if isinstance(error, HTTPException) else None
+        if request.method == "OPTIONS" and allowed is not None:
+            # Not of an origin that we let in: a preflight finds nothing here that lets it go on.
+            return Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})
+        response = error_response(MethodNotAllowedError("This path does not take that method."))
         if allowed is not None:
             response.headers["allow"] = allowed
         return response

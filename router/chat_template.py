@@ -37,8 +37,8 @@ class ChatTemplate:
     """One compiled template and the special tokens it may write."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        self._source = source
-        self._special_tokens = special_tokens
+        self.source = source
+        self.special_tokens = special_tokens
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -63,7 +63,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self.special_tokens
             )
         except jinja2.TemplateError as error:
             raise self._refusal(error.message) from None
@@ -74,7 +74,7 @@ class ChatTemplate:
     def _refusal(self, reason: str | None) -> InvalidRequestError:
         text = "The model's chat template does not accept these messages"
         # Only words that stand in the template itself: a template may also build its message from the prompt.
-        if reason and reason in self._source:
+        if reason and reason in self.source:
             return InvalidRequestError(f"{text}: {reason}", param="messages")
         return InvalidRequestError(f"{text}.", param="messages")
 

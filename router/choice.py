@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.request import FinishReason
 from router.completion import Piece
 from router.detokenizer import Detokenizer
 from router.generation import TokenDelta
+from router.logprobs import TokenEntry
 from router.stop import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How a request wants its text: where it ends, and what of an ending is shown.
+
+    A stop string counts from ``min_tokens`` generated tokens on. ``show_stop`` shows the stop string or the stop
+    token that ended the text; special tokens have a text only with ``show_special``.
+    """
+
+    stops: tuple[str, ...] = ()
+    min_tokens: int = 0
+    show_stop: bool = False
+    show_special: bool = False
 
 
 class Choice:
@@ -18,10 +34,12 @@ class Choice:
     in the same delta are not counted, a stop token and the tokens of the stop string are.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, detokenizer: Detokenizer, rules: TextRules, eos_token_ids: Sequence[int]) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(rules.stops, shown=rules.show_stop)
+        self._rules = rules
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._num_chars = 0
         self.num_tokens = 0
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
@@ -31,27 +49,41 @@ class Choice:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         shown: list[str] = []
+        entries: list[TokenEntry] = []
         for position, token_id in enumerate(delta.token_ids, start=1):
             self.num_tokens += 1
-            if delta.finish_reason == "stop" and position == len(delta.token_ids):
+            if delta.logprobs:
+                entries.append(TokenEntry(token_id, self._num_chars, delta.logprobs[position - 1]))
+            if delta.finish_reason == "stop" and position == len(delta.token_ids) and not self._rules.show_stop:
                 break  # a stop token counts and is not shown
-            text, stopped = self._matcher.feed(self._detokenizer.feed(token_id))
-            shown.append(text)
-            if stopped:
-                return self._finish(shown, delta.token_ids[:position], "stop", self._matcher.matched)
+            if self._show(shown, self._detokenizer.feed(token_id)):
+                return self._finish(shown, delta.token_ids[:position], entries, "stop", self._matcher.matched)
         if delta.finish_reason is None:
-            return Piece("".join(shown), delta.token_ids)
-        text, stopped = self._matcher.feed(self._detokenizer.flush())
-        shown.append(text)
-        if stopped:
-            return self._finish(shown, delta.token_ids, "stop", self._matcher.matched)
+            return Piece("".join(shown), delta.token_ids, entries=tuple(entries))
+        if self._show(shown, self._detokenizer.flush()):
+            return self._finish(shown, delta.token_ids, entries, "stop", self._matcher.matched)
         shown.append(self._matcher.flush())
         last = delta.token_ids[-1] if delta.token_ids and delta.finish_reason == "stop" else None
         stop_reason = None if last in self._eos_token_ids else last
-        return self._finish(shown, delta.token_ids, delta.finish_reason, stop_reason)
+        return self._finish(shown, delta.token_ids, entries, delta.finish_reason, stop_reason)
+
+    def _show(self, shown: list[str], text: str) -> bool:
+        """Take the next text; True if a stop string ended it."""
+        self._num_chars += len(text)
+        if self.num_tokens <= self._rules.min_tokens:
+            shown.append(text)
+            return False
+        text, stopped = self._matcher.feed(text)
+        shown.append(text)
+        return stopped
 
     def _finish(
-        self, shown: list[str], token_ids: tuple[int, ...], reason: FinishReason, stop_reason: str | int | None
+        self,
+        shown: list[str],
+        token_ids: tuple[int, ...],
+        entries: list[TokenEntry],
+        reason: FinishReason,
+        stop_reason: str | int | None,
     ) -> Piece:
         self.finish_reason = reason
-        return Piece("".join(shown), token_ids, reason, stop_reason)
+        return Piece("".join(shown), token_ids, reason, stop_reason, tuple(entries))

@@ -1,4 +1,4 @@
-"""OpenAI's answer objects, whole and as stream chunks, made from the text of each choice.
+"""OpenAI's answers, whole and as stream chunks, made from the text of each choice.
 
 Two formats with one contract: text completions and chat. Both write the same ``id``, ``created``, ``model`` and
 ``system_fingerprint`` in every frame, finish each choice once, and put usage last.
@@ -8,82 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
-from cluster.errors import BatonError
+from cluster.errors import BatonError, EngineError
 from cluster.request import FinishReason
+from router.logprobs import TokenEntry, TokenNames, chat_logprobs, completion_logprobs
+from router.replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatReply,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionReply,
+    Delta,
+    ErrorBody,
+    ErrorReply,
+    Usage,
+)
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A choice's next text and the tokens it came from; ``stop_reason`` names a stop string or stop token id."""
+    """A choice's next text and the tokens it came from; ``stop_reason`` names a stop string or stop token id.
+
+    ``entries`` has an entry a token if log-probabilities were asked for; an echoed prompt has entries and no
+    ``token_ids``, which are generated ones.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    entries: tuple[TokenEntry, ...] = ()
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Consecutive pieces of one choice as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
+        entries=tuple(entry for piece in pieces for entry in piece.entries),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What every frame of one answer repeats."""
+    """What every frame of one answer repeats, and whose token names it uses."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str | None
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """Of the prompt's tokens, how many a prefix cache held: the prefill node's own count."""
-
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """OpenAI's token counts. All three are always there: clients pop them without asking."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class ErrorBody(msgspec.Struct):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | int | None
-
-
-class _Frame(msgspec.Struct, kw_only=True):
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[Any]
-    usage: Usage | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
-
-
-class _Choice(msgspec.Struct, kw_only=True):
-    index: int
-    text: str | UnsetType = UNSET
-    message: dict[str, str] | UnsetType = UNSET
-    delta: dict[str, str] | UnsetType = UNSET
-    logprobs: None = None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    names: TokenNames
 
 
 class ReplyFormat(Protocol):
@@ -93,7 +79,7 @@ class ReplyFormat(Protocol):
         """The complete answer; one piece per choice, in order of index. ``prompts`` if ids were asked for."""
         ...
 
-    def opening(self, index: int, prompt_ids: tuple[int, ...] | None) -> bytes:
+    def opening(self, index: int, prompt_ids: tuple[int, ...] | None, usage: Usage | None) -> bytes:
         """What goes out before a choice's first text; may be empty."""
         ...
 
@@ -113,37 +99,44 @@ class CompletionFormat:
         self._head = head
 
     def whole(self, pieces: Sequence[Piece], usage: Usage, prompts: Sequence[tuple[int, ...]] | None) -> bytes:
-        choices = [
-            _Choice(
-                index=index,
-                text=piece.text,
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stop_reason,
-                token_ids=UNSET if prompts is None else piece.token_ids,
-                prompt_token_ids=UNSET if prompts is None else prompts[index],
-            )
-            for index, piece in enumerate(pieces)
-        ]
-        return msgspec.json.encode(_frame(self._head, "text_completion", choices, usage))
+        choices = [self._choice(index, piece, with_ids=prompts is not None) for index, piece in enumerate(pieces)]
+        if prompts is not None:
+            for choice in choices:
+                choice.prompt_token_ids = prompts[choice.index]
+        return msgspec.json.encode(self._reply(choices, usage))
 
-    def opening(self, index: int, prompt_ids: tuple[int, ...] | None) -> bytes:
+    def opening(self, index: int, prompt_ids: tuple[int, ...] | None, usage: Usage | None) -> bytes:
         if prompt_ids is None:
             return b""
-        choice = _Choice(index=index, text="", finish_reason=None, token_ids=(), prompt_token_ids=prompt_ids)
-        return _event(_frame(self._head, "text_completion", [choice]))
+        choice = CompletionChoice(index=index, text="", finish_reason=None, token_ids=(), prompt_token_ids=prompt_ids)
+        return _event(self._reply([choice], usage))
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None, *, with_ids: bool) -> bytes:
-        choice = _Choice(
+        return _event(self._reply([self._choice(index, piece, with_ids=with_ids)], usage))
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return _event(self._reply([], usage))
+
+    def _choice(self, index: int, piece: Piece, *, with_ids: bool) -> CompletionChoice:
+        return CompletionChoice(
             index=index,
             text=piece.text,
+            logprobs=completion_logprobs(piece.entries, self._head.names) if piece.entries else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if with_ids else UNSET,
         )
-        return _event(_frame(self._head, "text_completion", [choice], usage or UNSET))
 
-    def usage_chunk(self, usage: Usage) -> bytes:
-        return _event(_frame(self._head, "text_completion", [], usage))
+    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
+        head = self._head
+        return CompletionReply(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=UNSET if usage is None else usage,
+        )
 
 
 class ChatFormat:
@@ -153,41 +146,62 @@ class ChatFormat:
         self._head = head
 
     def whole(self, pieces: Sequence[Piece], usage: Usage, prompts: Sequence[tuple[int, ...]] | None) -> bytes:
-        choices = [
-            _Choice(
-                index=index,
-                message={"role": "assistant", "content": piece.text},
-                finish_reason=piece.finish_reason,
-                stop_reason=piece.stop_reason,
-                token_ids=UNSET if prompts is None else piece.token_ids,
-            )
-            for index, piece in enumerate(pieces)
-        ]
-        frame = _frame(self._head, "chat.completion", choices, usage)
-        if prompts:
-            frame.prompt_token_ids = prompts[0]
-        return msgspec.json.encode(frame)
+        head = self._head
+        reply = ChatReply(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=[self._choice(index, piece, with_ids=prompts is not None) for index, piece in enumerate(pieces)],
+            usage=usage,
+            prompt_token_ids=prompts[0] if prompts else UNSET,
+        )
+        return msgspec.json.encode(reply)
 
-    def opening(self, index: int, prompt_ids: tuple[int, ...] | None) -> bytes:
+    def opening(self, index: int, prompt_ids: tuple[int, ...] | None, usage: Usage | None) -> bytes:
         # The role comes once per choice: clients concatenate the strings of all deltas. The prompt comes once.
-        choice = _Choice(index=index, delta={"role": "assistant", "content": ""}, finish_reason=None)
-        frame = _frame(self._head, "chat.completion.chunk", [choice])
+        choice = ChunkChoice(index=index, delta=Delta("assistant", ""), finish_reason=None)
+        chunk = self._chunk([choice], usage)
         if prompt_ids is not None and index == 0:
-            frame.prompt_token_ids = prompt_ids
-        return _event(frame)
+            chunk.prompt_token_ids = prompt_ids
+        return _event(chunk)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None, *, with_ids: bool) -> bytes:
-        choice = _Choice(
+        choice = ChunkChoice(
             index=index,
-            delta={"content": piece.text} if piece.text else {},
+            delta=Delta(content=piece.text or UNSET),
+            logprobs=chat_logprobs(piece.entries, self._head.names) if piece.entries else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if with_ids else UNSET,
         )
-        return _event(_frame(self._head, "chat.completion.chunk", [choice], usage or UNSET))
+        return _event(self._chunk([choice], usage))
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        return _event(_frame(self._head, "chat.completion.chunk", [], usage))
+        return _event(self._chunk([], usage))
+
+    def _choice(self, index: int, piece: Piece, *, with_ids: bool) -> ChatChoice:
+        if piece.finish_reason is None:
+            raise EngineError("The answer ended without a reason.")
+        return ChatChoice(
+            index=index,
+            message=AssistantMessage("assistant", piece.text),
+            logprobs=chat_logprobs(piece.entries, self._head.names) if piece.entries else None,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            token_ids=piece.token_ids if with_ids else UNSET,
+        )
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
+        head = self._head
+        return ChatChunk(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=UNSET if usage is None else usage,
+        )
 
 
 FORMATS: Final[dict[Literal["completions", "chat"], type[CompletionFormat] | type[ChatFormat]]] = {
@@ -198,8 +212,7 @@ FORMATS: Final[dict[Literal["completions", "chat"], type[CompletionFormat] | typ
 
 def error_json(error: BatonError) -> bytes:
     """The body of a failed request."""
-    body = ErrorBody(error.message, error.kind, error.param, error.code)
-    return msgspec.json.encode({"error": body})
+    return msgspec.json.encode(ErrorReply(ErrorBody(error.message, error.kind, error.param, error.code)))
 
 
 def error_frame(error: BatonError) -> bytes:
@@ -207,21 +220,9 @@ def error_frame(error: BatonError) -> bytes:
 
     Some read the event's name, most the ``error`` object; one uses ``code`` as an HTTP status.
     """
-    body = ErrorBody(error.message, error.kind, error.param, error.status)
-    return b"event: error\ndata: " + msgspec.json.encode({"error": body}) + b"\n\n"
+    reply = ErrorReply(ErrorBody(error.message, error.kind, error.param, error.status))
+    return b"event: error\n" + _event(reply)
 
 
-def _frame(head: ReplyHead, kind: str, choices: list[Any], usage: Usage | UnsetType = UNSET) -> _Frame:
-    return _Frame(
-        id=head.id,
-        object=kind,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.system_fingerprint,
-        choices=choices,
-        usage=usage,
-    )
-
-
-def _event(frame: _Frame) -> bytes:
+def _event(frame: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(frame) + b"\n\n"

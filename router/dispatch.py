@@ -28,7 +28,7 @@ from cluster.errors import (
     error_from_wire,
 )
 from cluster.request import RequestId, RequestKey
-from cluster.wire import Failed, Granted, Refused, Reserve, Submit, Token0, TokenItem
+from cluster.wire import Failed, Granted, PromptLogprobs, Refused, Reserve, Submit, Token0, TokenItem
 from router.generation import Endings, Generation, Readiness, TokenDelta
 from router.mailbox import Mailbox, NodeLost, Switchboard
 from router.naming import PromptNames
@@ -193,6 +193,7 @@ class Dispatcher:
                 sampling=job.generation.sampling,
                 ticket=granted.ticket,
                 deadline_s=self._settings.token0_timeout_s,
+                num_prompt_logprobs=job.generation.num_prompt_logprobs,
             ),
         )
         log.info("%s submitted to %s for %s", granted.key, placement.prefill.id, placement.decode.id)
@@ -204,7 +205,7 @@ class Dispatcher:
             limit = self._settings.token_timeout_s if order.started else max(0.0, deadline_s - time.monotonic())
             message = await mailbox.next(limit, "no token came in time")
             match message:
-                case Token0() | TokenItem():
+                case PromptLogprobs() | Token0() | TokenItem():
                     if isinstance(message, Token0):
                         self._placer.prefilled(booking)
                         self._line.pump()

@@ -16,12 +16,14 @@ from cluster.request import FinishReason, SamplingParams, TokenLogprobs
 class Generation:
     """One prompt to continue, ``sampling.num_choices`` times.
 
-    ``cache_salt`` separates prefix caches of clients that must not share them.
+    ``cache_salt`` separates prefix caches of clients that must not share them. ``num_prompt_logprobs`` (None: none)
+    asks for the log-probability of every prompt token but the first, and of so many most likely ones at its place.
     """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
+    num_prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class TokenDelta:
 
     A stop token's id is the last of ``token_ids`` with finish reason ``stop``: it counts as a generated
     token, its text is not shown. ``cached_tokens``, the prompt tokens found in a prefix cache, comes with
-    token 0 of choice 0. ``logprobs`` has one entry a token if they were asked for, else none.
+    token 0 of choice 0, and so does ``prompt_logprobs``: one entry for each prompt token but the first, if they were
+    asked for. ``logprobs`` has one entry a token if they were asked for, else none.
     """
 
     token_ids: tuple[int, ...]
@@ -40,6 +43,7 @@ class TokenDelta:
     cached_tokens: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     choice: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Endings:

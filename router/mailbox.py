@@ -18,6 +18,7 @@ from cluster.wire import (
     Granted,
     Message,
     Party,
+    PromptLogprobs,
     Refused,
     Token0,
     TokenItem,
@@ -38,7 +39,8 @@ class NodeLost:
     party: Party
 
 
-Mail = Granted | Refused | Token0 | TokenItem | Failed | NodeLost
+Said = Granted | Refused | PromptLogprobs | Token0 | TokenItem | Failed
+Mail = Said | NodeLost
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ class Switchboard:
             case Tokens(_step, items):
                 for item in items:
                     self._put(item.key, sender, item)
-            case Granted() | Refused() | Token0() | Failed():
+            case Granted() | Refused() | PromptLogprobs() | Token0() | Failed():
                 self._put(body.key, sender, body)
             case Cancelled(key):
                 self._confirmed(key, sender)
@@ -164,7 +166,7 @@ class Switchboard:
             for key in list(self._ending):
                 self._send_cancels(key)
 
-    def _put(self, key: RequestKey, sender: Party, mail: Granted | Refused | Token0 | TokenItem | Failed) -> None:
+    def _put(self, key: RequestKey, sender: Party, mail: Said) -> None:
         mailbox = self._open.get(key)
         if mailbox is None:
             self._put_late(key, sender, mail)
@@ -205,9 +207,9 @@ class Switchboard:
             log.warning("%s: cannot cancel on %s: %s", key, party.id, error)
 
 
-def _may_send(mail: Granted | Refused | Token0 | TokenItem | Failed, placement: Placement) -> tuple[Party, ...]:
+def _may_send(mail: Said, placement: Placement) -> tuple[Party, ...]:
     match mail:
-        case Token0():
+        case PromptLogprobs() | Token0():
             return (placement.prefill,)
         case Failed():
             return (placement.prefill, placement.decode)

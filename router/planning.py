@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from cluster.request import SamplingParams
+from cluster.request import Grammar
+from router.choice import TextRules
 from router.generation import Generation, Generator
-from router.schemas import ChatRequest, CompletionRequest, RequestFields
+from router.grammars import GrammarChecker
+from router.sampling import in_vocabulary, sampling_params
+from router.schemas import ChatRequest, CompletionRequest, RequestFields, TokenIds
+from router.structured import structure_of
 from router.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-# Below this a temperature divides logits into infinities; it means greedy, as in vLLM.
-_MIN_TEMPERATURE: Final = 1e-5
+# Numbers that one answer may hold about its prompts. At the bound their JSON has about 20 MB.
+MAX_PROMPT_LOGPROBS: Final = 1 << 19
 
 UsageReport = Literal["none", "last", "every"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One request, ready to run. With ``n`` choices each, ``generations[i]`` gives choices ``i * n`` and on."""
+    """One request, ready to run. With ``n`` choices each, ``generations[i]`` gives choices ``i * n`` and on.
+
+    ``prompt_texts`` are the generations' prompts, where a completion's answer shows or measures them: with ``echo``
+    each choice begins with its prompt, otherwise only the offsets of log-probabilities do. With ``score_only`` the one
+    token that every choice makes is no part of the answer.
+    """
 
     endpoint: Literal["completions", "chat"]
     generations: tuple[Generation, ...]
-    stops: tuple[str, ...]
+    rules: TextRules
     stream: bool
     usage: UsageReport
     return_token_ids: bool
+    prompt_texts: tuple[str, ...] = ()
+    echo: bool = False
+    score_only: bool = False
 
 
 class Planner:
@@ -40,23 +51,40 @@ class Planner:
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._generator = generator
+        self._grammars = GrammarChecker()
 
     async def completion(self, request: CompletionRequest) -> Plan:
         """Plan a text completion. Raises :class:`InvalidRequestError` and :class:`ModelNotFoundError`."""
         self.check_model(request.model)
         limit = self._limit()
-        generations = []
+        grammar = await self._grammar(request)
+        generations, texts = [], []
         for prompt in request.prompts():
             if isinstance(prompt, str):
-                token_ids = await self._tokenizer.encode_prompt(prompt, max_tokens=limit)
+                special = request.add_special_tokens is not False
+                token_ids = await self._tokenizer.encode_prompt(prompt, max_tokens=limit, add_special_tokens=special)
             else:
                 token_ids = prompt
             shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
-            room = _room(len(token_ids), request.max_tokens, shared, "prompt")
-            self._check_vocabulary(token_ids, "prompt")
+            # Scoring makes one token that nobody sees: it needs its place.
+            room = _room(len(token_ids), request.max_tokens or None, shared, "prompt")
+            in_vocabulary(token_ids, self._tokenizer.vocab_size, "prompt")
             max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
-            generations.append(self._generation(request, token_ids, max_tokens))
-        return _plan("completions", request, generations)
+            generations.append(self._completion(request, token_ids, max_tokens or 1, grammar))
+            if request.echo or request.logprobs is not None:
+                texts.append(await self._prompt_text(prompt, request))
+        _check_prompt_logprobs(generations)
+        return Plan(
+            endpoint="completions",
+            generations=tuple(generations),
+            rules=_text_rules(request),
+            stream=bool(request.stream),
+            usage=_usage_report(request),
+            return_token_ids=bool(request.return_token_ids),
+            prompt_texts=tuple(texts),
+            echo=bool(request.echo),
+            score_only=request.max_tokens == 0,
+        )
 
     async def chat(self, request: ChatRequest) -> Plan:
         """Plan an answer to a conversation. Raises as :meth:`completion` does."""
@@ -66,7 +94,22 @@ class Planner:
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
         room = _room(len(token_ids), wanted, shared, "messages")
-        return _plan("chat", request, [self._generation(request, token_ids, room if wanted is None else wanted)])
+        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        sampling = sampling_params(
+            request,
+            self._tokenizer,
+            max_tokens=room if wanted is None else wanted,
+            num_logprobs=num_logprobs,
+            grammar=await self._grammar(request),
+        )
+        return Plan(
+            endpoint="chat",
+            generations=(Generation(token_ids, sampling, request.cache_salt or ""),),
+            rules=_text_rules(request),
+            stream=bool(request.stream),
+            usage=_usage_report(request),
+            return_token_ids=bool(request.return_token_ids),
+        )
 
     def check_model(self, model: str | None) -> None:
         """No name and an empty one mean the model we serve. Raises :class:`ModelNotFoundError` for another."""
@@ -87,27 +130,25 @@ class Planner:
         room = self._generator.max_answer_tokens(prompt_len, num_choices)
         return limit if room is None else min(limit, prompt_len + room)
 
-    def _check_vocabulary(self, token_ids: Sequence[int], field: str) -> None:
-        if any(token_id >= self._tokenizer.vocab_size for token_id in token_ids):
-            text = f"`{field}` holds a token id outside the vocabulary of {self._tokenizer.vocab_size}."
-            raise InvalidRequestError(text, param=field)
+    async def _grammar(self, request: RequestFields) -> Grammar | None:
+        wish = structure_of(request)
+        return None if wish is None else await self._grammars.check(wish)
 
-    def _generation(self, request: RequestFields, token_ids: tuple[int, ...], max_tokens: int) -> Generation:
+    def _completion(
+        self, request: CompletionRequest, token_ids: TokenIds, max_tokens: int, grammar: Grammar | None
+    ) -> Generation:
         if not token_ids:
             raise InvalidRequestError("`prompt` must not be empty.", param="prompt")
-        temperature = 1.0 if request.temperature is None else request.temperature
-        stop_ids = request.stop_token_ids or ()
-        self._check_vocabulary(stop_ids, "stop_token_ids")
-        eos_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            seed=random.getrandbits(63) if request.seed is None else request.seed,
-            num_choices=request.num_choices(),
-            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *stop_ids))),
+        sampling = sampling_params(
+            request, self._tokenizer, max_tokens=max_tokens, num_logprobs=request.logprobs, grammar=grammar
         )
-        return Generation(token_ids, sampling, request.cache_salt or "")
+        of_prompt = request.logprobs if request.echo else None
+        return Generation(token_ids, sampling, request.cache_salt or "", of_prompt)
+
+    async def _prompt_text(self, prompt: str | TokenIds, request: CompletionRequest) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self._tokenizer.decode_prompt(prompt, show_special=request.skip_special_tokens is False)
 
 
 def for_tenant(plan: Plan, salt: str | None) -> Plan:
@@ -136,16 +177,28 @@ def _room(prompt_len: int, wanted: int | None, limit: int, field: str) -> int:
     )
 
 
-def _plan(endpoint: Literal["completions", "chat"], request: RequestFields, generations: Sequence[Generation]) -> Plan:
-    options = request.stream_options
-    usage: UsageReport = "none"
-    if options is not None and options.include_usage:
-        usage = "every" if options.continuous_usage_stats else "last"
-    return Plan(
-        endpoint=endpoint,
-        generations=tuple(generations),
-        stops=request.stops(),
-        stream=bool(request.stream),
-        usage=usage,
-        return_token_ids=bool(request.return_token_ids),
+def _check_prompt_logprobs(generations: Sequence[Generation]) -> None:
+    num_values = sum(
+        len(generation.prompt_token_ids) * (generation.num_prompt_logprobs + 1) * generation.sampling.num_choices
+        for generation in generations
+        if generation.num_prompt_logprobs is not None
     )
+    if num_values > MAX_PROMPT_LOGPROBS:
+        text = f"`logprobs` with `echo` asks for {num_values} values about the prompts, over {MAX_PROMPT_LOGPROBS}."
+        raise InvalidRequestError(f"{text} Send fewer prompts at once.", param="logprobs")
+
+
+def _text_rules(request: RequestFields) -> TextRules:
+    return TextRules(
+        stops=request.stops(),
+        min_tokens=request.min_tokens or 0,
+        show_stop=bool(request.include_stop_str_in_output),
+        show_special=request.skip_special_tokens is False,
+    )
+
+
+def _usage_report(request: RequestFields) -> UsageReport:
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return "none"
+    return "every" if options.continuous_usage_stats else "last"

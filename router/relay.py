@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.errors import TransferError
-from cluster.request import SamplingParams
-from cluster.wire import FirstToken, Token0, TokenItem
+from cluster.request import SamplingParams, TokenLogprobs
+from cluster.wire import FirstToken, PromptLogprobs, Token0, TokenItem
 from router.generation import TokenDelta
 
 
@@ -21,6 +21,7 @@ class TokenOrder:
         self._num_choices = sampling.num_choices
         self._next_index: dict[int, int] = {}
         self._early: list[TokenItem] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self.started = False
         self.cut = False
 
@@ -34,23 +35,31 @@ class TokenOrder:
         """True once the nodes have ended every choice: there is nothing to cancel."""
         return self.over and not self.cut
 
-    def take(self, message: Token0 | TokenItem) -> Iterator[TokenDelta]:
+    def take(self, message: PromptLogprobs | Token0 | TokenItem) -> Iterator[TokenDelta]:
         """The deltas that ``message`` allows, made as they are asked for: :meth:`drop` has effect between them.
 
-        Token 0 may come after tokens that follow it. Raises :class:`TransferError` for a token that is missing,
-        comes twice or belongs to no choice.
+        The prompt's log-probabilities wait for token 0 of choice 0. Token 0 may come after tokens that follow it.
+        Raises :class:`TransferError` for a token that is missing, comes twice or belongs to no choice.
         """
-        if isinstance(message, Token0):
-            yield from self._start(message)
-        elif self.started:
-            yield from self._follow(message)
-        else:
-            self._early.append(message)
+        match message:
+            case PromptLogprobs():
+                self._score(message)
+            case Token0():
+                yield from self._start(message)
+            case TokenItem() if self.started:
+                yield from self._follow(message)
+            case TokenItem():
+                self._early.append(message)
 
     def drop(self, choice: int) -> None:
         """The reader wants no more of this choice."""
         if self._next_index.pop(choice, None) is not None:
             self.cut = True
+
+    def _score(self, message: PromptLogprobs) -> None:
+        if self.started or message.start != len(self._prompt_logprobs) + 1:
+            raise TransferError("the prompt's log-probabilities came out of order")
+        self._prompt_logprobs.extend(message.logprobs)
 
     def _start(self, token0: Token0) -> Iterator[TokenDelta]:
         numbers = [first.choice for first in token0.choices]
@@ -61,10 +70,17 @@ class TokenOrder:
         for choice, first in enumerate(token0.choices):
             if first.finish_reason is not None:
                 del self._next_index[choice]
-            yield _first_delta(choice, first, token0.cached_tokens if choice == 0 else None)
+            yield self._first_delta(choice, first, token0.cached_tokens)
         early, self._early = self._early, []
         for item in early:
             yield from self._follow(item)
+
+    def _first_delta(self, choice: int, first: FirstToken, cached_tokens: int) -> TokenDelta:
+        logprobs = () if first.logprobs is None else (first.logprobs,)
+        if choice:
+            return TokenDelta((first.token_id,), first.finish_reason, None, logprobs, choice)
+        scores = tuple(self._prompt_logprobs)
+        return TokenDelta((first.token_id,), first.finish_reason, cached_tokens, logprobs, choice, scores)
 
     def _follow(self, item: TokenItem) -> Iterator[TokenDelta]:
         choice = item.choice - self._first
@@ -80,8 +96,3 @@ class TokenOrder:
         else:
             del self._next_index[choice]
         yield TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs, choice=choice)
-
-
-def _first_delta(choice: int, first: FirstToken, cached_tokens: int | None) -> TokenDelta:
-    logprobs = () if first.logprobs is None else (first.logprobs,)
-    return TokenDelta((first.token_id,), first.finish_reason, cached_tokens, logprobs, choice)

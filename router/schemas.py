@@ -1,19 +1,20 @@
 """The two request bodies, decoded strictly: what a field may hold is written here and nowhere else.
 
-``msgspec`` takes no NaN, no bool for an int, no string for a number and no lone surrogate; fields it does not
-know are ignored, except those in the tables of options that would change the answer if they were ignored.
-Errors name the field and the type wanted, never what was sent.
+Fields that the structs do not know are ignored, except those in the tables of options that would change the answer
+if they were ignored. Errors name the field and the type wanted, never what was sent.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
 
 from cluster.errors import InvalidRequestError
-from cluster.request import NumChoices
+from cluster.request import MAX_LOGPROBS, NumChoices
+from router.conversation import ChatMessage, template_messages
+from router.strict_json import decode, translate
+from router.structured import StructureFields, structure_of
 
 MAX_INT: Final = 2**31 - 1
 MAX_PROMPTS: Final = 128
@@ -21,12 +22,20 @@ MAX_ANSWERS: Final = 1024
 MAX_STOPS: Final = 64
 MAX_STOP_BYTES: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
+MAX_LOGIT_BIASES: Final = 4096
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
+NaturalInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=2.0)]
 TopP = Annotated[float, msgspec.Meta(gt=0.0, le=1.0)]
+TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
+MinP = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
+Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 Salt = Annotated[str, msgspec.Meta(max_length=256)]
 TokenIds = tuple[int, ...]
 
@@ -34,31 +43,12 @@ _NO: Final[tuple[Any, ...]] = (None, False)
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 # Options that change the answer and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": _NOTHING,
     "bad_words": _NOTHING,
-    "echo": _NO,
-    "frequency_penalty": (None, 0, 0.0),
-    "guided_choice": _NOTHING,
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "include_stop_str_in_output": _NO,
-    "logit_bias": _NOTHING,
-    "min_p": (None, 0, 0.0),
-    "min_tokens": (None, 0),
-    "presence_penalty": (None, 0, 0.0),
     "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1, 1.0),
-    "skip_special_tokens": (None, True),
-    "structured_outputs": (None,),
-    "top_k": (None, -1, 0),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO,
 }
 _UNSUPPORTED_COMPLETION: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
-    "add_special_tokens": (None, True),
-    "logprobs": _NO,
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
 }
 _UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
@@ -68,20 +58,13 @@ _UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
     "chat_template": (None,),
     "chat_template_kwargs": _NOTHING,
     "continue_final_message": _NO,
+    "echo": _NO,
     "function_call": (None, "none"),
     "functions": (None,),
-    "logprobs": _NO,
     "modalities": (None, ["text"]),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none"),
     "tools": (None,),
-    "top_logprobs": (None, 0),
 }
-_ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool"))
-_PART_TYPES: Final = frozenset(
-    ("audio_url", "file", "image", "image_url", "input_audio", "input_image", "refusal", "video_url")
-)
-_JSON_SCHEMA_FORMATS: Final = ("json_schema", "json_object")
 
 
 class StreamOptions(msgspec.Struct):
@@ -91,20 +74,33 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class RequestFields(msgspec.Struct, kw_only=True):
-    """What both endpoints share. Absent and null mean the same everywhere."""
+class RequestFields(StructureFields, kw_only=True):
+    """What both endpoints share. Absent and null mean the same everywhere.
+
+    ``spaces_between_special_tokens`` is taken and changes nothing: our decoders never put spaces there.
+    """
 
     model: str | None = None
-    max_tokens: PositiveInt | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     seed: Seed | None = None
+    min_tokens: NaturalInt | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Salt | None = None
 
@@ -122,6 +118,10 @@ class CompletionRequest(RequestFields, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: NaturalInt | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: PositiveInt | None = None
 
     def prompts(self) -> list[str | TokenIds]:
@@ -146,134 +146,54 @@ class CompletionRequest(RequestFields, kw_only=True):
         return found
 
 
-class ContentPart(msgspec.Struct):
-    """One part of a message's content; only text is understood."""
-
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(msgspec.Struct):
-    """The function an earlier answer asked for; ``arguments`` is JSON in a string."""
-
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(msgspec.Struct):
-    """An earlier answer's tool call, handed to the chat template as history."""
-
-    function: FunctionCall
-    id: str | None = None
-    type: str = "function"
-
-
-class ChatMessage(msgspec.Struct):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    def text(self, position: int) -> str:
-        """The content as one string, parts joined by newlines. Raises :class:`InvalidRequestError`."""
-        param = f"messages[{position}].content"
-        if isinstance(self.content, str):
-            return self.content
-        if self.content is None:
-            if self.role != "assistant":
-                raise InvalidRequestError(f"`{param}` must be a string or a list of text parts.", param=param)
-            return ""
-        for part in self.content:
-            if part.type != "text":
-                named = f"'{part.type}' parts are" if part.type in _PART_TYPES else "This type of part is"
-                raise InvalidRequestError(f"{named} not supported in `{param}`: only 'text' is.", param=param)
-            if part.text is None:
-                raise InvalidRequestError(f"A text part of `{param}` lacks `text`.", param=param)
-        return "\n".join(part.text or "" for part in self.content)
-
-
 class ChatRequest(RequestFields, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template reads them. Raises :class:`InvalidRequestError`."""
-        if not self.messages:
-            raise InvalidRequestError("`messages` must not be empty.", param="messages")
-        return [_template_message(message, position) for position, message in enumerate(self.messages)]
-
-
-def _template_message(message: ChatMessage, position: int) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        param = f"messages[{position}].role"
-        raise InvalidRequestError(f"`{param}` must be one of {', '.join(sorted(_ROLES))}.", param=param)
-    # Templates of most models know no developer role; OpenAI defines it as the new name of system.
-    role = "system" if message.role == "developer" else message.role
-    rendered: dict[str, Any] = {"role": role, "content": message.text(position)}
-    if message.name is not None:
-        rendered["name"] = message.name
-    if message.tool_call_id is not None:
-        rendered["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        rendered["tool_calls"] = [
-            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": _arguments(call)}}
-            for call in message.tool_calls
-        ]
-    return rendered
-
-
-def _arguments(call: ToolCall) -> Any:
-    """Templates write arguments with ``tojson``: hand them the object, not its text."""
-    try:
-        return msgspec.json.decode(call.function.arguments)
-    except msgspec.DecodeError:
-        return call.function.arguments
+        return template_messages(self.messages)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """Decode and check a completions body. Raises :class:`InvalidRequestError`."""
     _check_unsupported(body, _UNSUPPORTED_COMPLETION)
-    request = _decode(_completion_decoder, body)
+    request = decode(_completion_decoder, body)
     _check_shared(request)
     if request.best_of not in (None, 1, request.n):
         text = "`best_of` must be 1 or equal to `n`: answers that are not returned are not generated."
         raise InvalidRequestError(text, param="best_of")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequestError("`max_tokens` must be at least 1, or 0 with `echo`.", param="max_tokens")
     return request
 
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Decode and check a chat body. Raises :class:`InvalidRequestError`."""
     _check_unsupported(body, _UNSUPPORTED_CHAT)
-    request = _decode(_chat_decoder, body)
+    request = decode(_chat_decoder, body)
     _check_shared(request)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequestError("`top_logprobs` needs `logprobs`: true.", param="top_logprobs")
     return request
 
 
 def _check_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
-    for field, raw in _decode(_fields_decoder, body).items():
+    for field, raw in decode(_fields_decoder, body).items():
         neutral = table.get(field)
         if neutral is None:
             continue
         try:
             value = msgspec.json.decode(raw)
         except msgspec.DecodeError as error:
-            raise _translate(error) from None
+            raise translate(error) from None
         if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-            raise _unsupported(field, value)
-
-
-def _unsupported(field: str, value: Any) -> InvalidRequestError:
-    if field == "response_format" and isinstance(value, dict) and value.get("type") in _JSON_SCHEMA_FORMATS:
-        # LangChain looks for this sentence before it falls back to another way of asking.
-        kind = next(name for name in _JSON_SCHEMA_FORMATS if name == value["type"])
-        text = f"'response_format' of type '{kind}' is not supported with this model"
-        return InvalidRequestError(text, param=field)
-    return InvalidRequestError(f"`{field}` is not supported yet.", param=field)
+            raise InvalidRequestError(f"`{field}` is not supported yet.", param=field)
 
 
 def _check_shared(request: RequestFields) -> None:
@@ -286,38 +206,14 @@ def _check_shared(request: RequestFields) -> None:
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         text = f"`stop_token_ids` takes at most {MAX_STOP_TOKEN_IDS} ids."
         raise InvalidRequestError(text, param="stop_token_ids")
+    if len(request.logit_bias or ()) > MAX_LOGIT_BIASES:
+        text = f"`logit_bias` takes at most {MAX_LOGIT_BIASES} tokens."
+        raise InvalidRequestError(text, param="logit_bias")
+    structure_of(request)
+    if request.allowed_token_ids == []:
+        raise InvalidRequestError("`allowed_token_ids` must not be empty.", param="allowed_token_ids")
 
 
-_Decoded = TypeVar("_Decoded")
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
-
-_ERROR_PATH: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-# The forms of msgspec's messages that speak only of our schema.
-_SAFE_ERROR: Final = re.compile(
-    r"Expected `[a-z| ]+`(, got `[a-z]+`| [<>]=? -?[0-9.]+| of length [<>]=? [0-9]+)?"
-    r"|Object missing required field `[a-z_]+`|(Integer value|Number) out of range"
-)
-
-
-def _decode(decoder: msgspec.json.Decoder[_Decoded], body: bytes | msgspec.Raw) -> _Decoded:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise _translate(error) from None
-
-
-def _translate(error: Exception) -> InvalidRequestError:
-    if not isinstance(error, msgspec.ValidationError):
-        return InvalidRequestError("The request body is not valid JSON (numbers must be finite, text valid Unicode).")
-    found = _ERROR_PATH.match(str(error))
-    what, path = ("", None) if found is None else (found["what"], found["path"] or None)
-    if not _SAFE_ERROR.fullmatch(what):
-        what = "Not an accepted value"
-    missing = re.fullmatch("Object missing required field `(.*)`", what)
-    if missing is not None:
-        path = missing[1] if path is None else f"{path}.{missing[1]}"
-        return InvalidRequestError(f"`{path}` is required.", param=path)
-    where = "The request body" if path is None else f"`{path}`"
-    return InvalidRequestError(f"{where}: {what[0].lower()}{what[1:].replace('`', '')}.", param=path)

@@ -15,9 +15,10 @@ class StopMatcher:
     Each character is tried once as the beginning of a stop string, whatever the number of pieces.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """``stops``: non-empty strings, possibly none."""
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
+        """``stops``: non-empty strings, possibly none; with ``shown`` the match belongs to the text."""
         self._stops = tuple(stops)
+        self._shown = shown
         self._held = ""
         self.matched: str | None = None
 
@@ -30,7 +31,7 @@ class StopMatcher:
         if match is not None:
             start, self.matched = match
             self._held = ""
-            return buffer[:start], True
+            return buffer[: start + len(self.matched) * self._shown], True
         start = self._open_start(buffer)
         self._held = buffer[start:]
         return buffer[:start], False

@@ -17,18 +17,22 @@ from cluster.errors import InvalidRequestError
 from cluster.request import MAX_GRAMMAR_LEN
 
 MAX_ALTERNATIVES: Final = 1024
-NOTHING: Final = msgspec.Raw(b"")
 ANY_OBJECT: Final = '{"type":"object"}'
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_LEN)]
 Alternatives = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_ALTERNATIVES)]
 
 
+def _nothing() -> msgspec.Raw:
+    """What stands for an absent field (msgspec takes no ``Raw | None``, and no ``Raw`` as a default to document)."""
+    return msgspec.Raw(b"")
+
+
 class JsonSchema(msgspec.Struct, kw_only=True):
     """``response_format.json_schema``."""
 
     name: str | None = None
-    schema: msgspec.Raw = NOTHING
+    schema: msgspec.Raw = msgspec.field(default_factory=_nothing)
     strict: bool | None = None
     description: str | None = None
 
@@ -43,7 +47,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 class StructuredOutputs(msgspec.Struct, kw_only=True):
     """``structured_outputs``: one of these."""
 
-    json: msgspec.Raw = NOTHING
+    json: msgspec.Raw = msgspec.field(default_factory=_nothing)
     json_object: bool | None = None
     regex: Text | None = None
     choice: Alternatives | None = None
@@ -55,7 +59,7 @@ class StructureFields(msgspec.Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = NOTHING
+    guided_json: msgspec.Raw = msgspec.field(default_factory=_nothing)
     guided_regex: Text | None = None
     guided_choice: Alternatives | None = None
     guided_grammar: Text | None = None
@@ -95,16 +99,16 @@ def _wishes(fields: StructureFields) -> Iterator[Structure]:
             yield Structure("json_schema", ANY_OBJECT, "structured_outputs")
         yield from _of_one("structured_outputs", asked.json, asked.regex, asked.choice, asked.grammar)
     yield from _of_one("guided_json", fields.guided_json, None, None, None)
-    yield from _of_one("guided_regex", NOTHING, fields.guided_regex, None, None)
-    yield from _of_one("guided_choice", NOTHING, None, fields.guided_choice, None)
-    yield from _of_one("guided_grammar", NOTHING, None, None, fields.guided_grammar)
+    yield from _of_one("guided_regex", _nothing(), fields.guided_regex, None, None)
+    yield from _of_one("guided_choice", _nothing(), None, fields.guided_choice, None)
+    yield from _of_one("guided_grammar", _nothing(), None, None, fields.guided_grammar)
 
 
 def _response_format(asked: ResponseFormat) -> Iterator[Structure]:
     if asked.type == "json_object":
         yield Structure("json_schema", ANY_OBJECT, "response_format")
     elif asked.type == "json_schema":
-        schema = asked.json_schema.schema if asked.json_schema is not None else NOTHING
+        schema = asked.json_schema.schema if asked.json_schema is not None else _nothing()
         if _schema_text(schema, "response_format") is None:
             text = "`response_format` of type json_schema needs `json_schema.schema`."
             raise InvalidRequestError(text, param="response_format")

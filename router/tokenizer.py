@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +16,10 @@ from router.chat_template import ChatTemplate
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _INLINE_CHARS: Final = 8 << 10
+_INLINE_TOKENS: Final = 4 << 10
 _CONTEXT_TOKENS: Final = 6
+# Vocabularies of sentencepiece: a byte that no token covers, and U+2581 for a space.
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -41,6 +45,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._token_bytes: dict[int, bytes] = {}
+        self._shown_bytes: dict[int, bytes] = {}
         # Of a byte-level vocabulary a token stands for as many bytes as it has characters. A normalizer may
         # shorten text, so that no size is certainly too large.
         longest = [*map(len, backend.get_vocab()), *(len(token.content.encode()) for token in added.values())]
@@ -54,15 +59,15 @@ class Tokenizer:
         template = ChatTemplate.from_directory(directory)
         return cls(backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids, chat_template=template)
 
-    async def encode_prompt(self, text: str, *, max_tokens: int) -> tuple[int, ...]:
+    async def encode_prompt(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a completion prompt, with the special tokens the model's own post-processor adds.
 
         Raises :class:`ContextLengthError` for text that cannot fit ``max_tokens``, before any work is spent on it.
         """
         self._check_length(text, max_tokens, "prompt")
         if len(text) <= _INLINE_CHARS:
-            return self._encode(text, add_special_tokens=True)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens=True)
+            return self._encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat format; the template writes all special tokens.
@@ -72,15 +77,38 @@ class Tokenizer:
         """
         return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole sequence, special tokens left out."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, show_special: bool = False) -> str:
+        """The text of a whole sequence; special tokens are left out unless they are to be shown."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=not show_special)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
+    async def decode_prompt(self, token_ids: Sequence[int], *, show_special: bool = False) -> str:
+        """As :meth:`decode`, for sequences of any length: long ones are decoded off the event loop."""
+        if len(token_ids) <= _INLINE_TOKENS:
+            return self.decode(token_ids, show_special=show_special)
+        return await asyncio.to_thread(self.decode, token_ids, show_special=show_special)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, show_special: bool = False) -> Detokenizer:
         """A decoder for the tokens that follow ``prompt_token_ids``."""
         if self._is_byte_level:
-            return ByteDetokenizer(self._bytes_of)
-        return WindowDetokenizer(self.decode, self._special_ids, prompt_token_ids[-_CONTEXT_TOKENS:])
+            return ByteDetokenizer(self.token_bytes if show_special else self._bytes_shown)
+        decode, hidden = (self._decode_all, frozenset[int]()) if show_special else (self.decode, self._special_ids)
+        return WindowDetokenizer(decode, hidden, prompt_token_ids[-_CONTEXT_TOKENS:])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; those of its text for a special one, none for an unknown id."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._compute_bytes(token_id)
+        return known
+
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of ``bos_token``, ``eos_token`` and so on that the model's configuration names."""
+        return {} if self._chat_template is None else dict(self._chat_template.special_tokens)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return None if self._chat_template is None else self._chat_template.source
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -103,16 +131,23 @@ class Tokenizer:
                 param=param,
             )
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        known = self._token_bytes.get(token_id)
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids, show_special=True)
+
+    def _bytes_shown(self, token_id: int) -> bytes:
+        known = self._shown_bytes.get(token_id)
         if known is None:
-            known = self._token_bytes[token_id] = self._compute_bytes(token_id)
+            known = b"" if token_id in self._special_ids else self.token_bytes(token_id)
+            self._shown_bytes[token_id] = known
         return known
 
     def _compute_bytes(self, token_id: int) -> bytes:
-        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
+        token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
+        if not self._is_byte_level:
+            fallback = _BYTE_TOKEN.fullmatch(token)
+            return bytes.fromhex(fallback[1]) if fallback else token.replace("\u2581", " ").encode("utf-8")
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
         except KeyError:  # an added token is stored as plain text

@@ -32,6 +32,7 @@ from cluster.wire import (
     PenaltyCounts,
     Ping,
     Pong,
+    PromptLogprobs,
     Refused,
     Reserve,
     StartedChoice,
@@ -76,6 +77,8 @@ MESSAGES: list[Message] = [
     Refused(KEY, "full", 0.25),
     Refused(KEY, "never", None),
     Submit(KEY, (0, 2**32 - 1), (NAME,), SAMPLING, TICKET, 30.0),
+    Submit(KEY, (1, 2), (), SAMPLING, TICKET, 30.0, num_prompt_logprobs=20),
+    PromptLogprobs(KEY, 1, (TokenLogprobs(-0.25, ((7, -0.25),)), TokenLogprobs(-9999.0))),
     Token0(KEY, (FirstToken(0, 7, None),), 16, 0.1, 0.2),
     Token0(
         KEY,

@@ -66,7 +66,7 @@ async def served(tokenizer: Tokenizer) -> AsyncIterator[Front]:
             httpx.AsyncClient(base_url=url, timeout=30) as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client,
         ):
-            yield Front(url, generator, tokenizer, metrics, http, client)
+            yield Front(url, generator, tokenizer, metrics, http, client, app)
         server.should_exit = True
         await running
 

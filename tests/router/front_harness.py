@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 from fake_generator import FakeGenerator, deltas
+from fastapi import FastAPI
 
 from router.metrics import Endpoint, Metrics, Outcome
 from router.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ class Front:
     metrics: WatchedMetrics
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
+    app: FastAPI
 
     def replay(self, text: str, finish: str = "length", **options: int) -> tuple[int, ...]:
         """Let every generation answer ``text``; returns its token ids (with EOS where it stops)."""

@@ -11,6 +11,7 @@ from fake_generator import FakeGenerator, deltas
 
 from cluster.request import SamplingParams
 from router.answer import Answer
+from router.choice import TextRules
 from router.generation import Generation
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord
@@ -35,7 +36,7 @@ async def test_a_client_that_stops_reading(tokenizer: Tokenizer, num_prompts: in
     plan = Plan(
         endpoint="completions",
         generations=(Generation((1, 2), SamplingParams(max_tokens=5)),) * num_prompts,
-        stops=(),
+        rules=TextRules(),
         stream=True,
         usage="none",
         return_token_ids=False,

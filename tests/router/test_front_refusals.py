@@ -95,16 +95,45 @@ _SHARED += [("stream", v) for v in ("1", '"true"', "[]")]
 _SHARED += [("stream_options", v) for v in ('{"include_usage": true}', "5", '{"include_usage": 1}')]
 _SHARED += [("model", v) for v in ("5", "[]", "{}")]
 _SHARED += [("ignore_eos", "1"), ("return_token_ids", '"xyzzy"'), ("cache_salt", '"' + "x" * 257 + '"')]
-_SHARED += [("min_tokens", "1"), ("echo", "true"), ("top_k", "5"), ("min_p", "0.1"), ("logit_bias", '{"5": 1}')]
-_SHARED += [("min_tokens", "false"), ("echo", "0"), ("top_k", "false")]
-_SHARED += [("repetition_penalty", "1.1"), ("frequency_penalty", "-0.5"), ("presence_penalty", '"xyzzy"')]
-_SHARED += [("prompt_logprobs", "0"), ("guided_json", '{"xyzzy": 1}'), ("skip_special_tokens", "false")]
-_SHARED += [("response_format", v) for v in ('{"type": "json_object"}', '{"type": "xyzzy"}', '"text"', "[]")]
+_SHARED += [("min_tokens", v) for v in ("-1", "false", "1.0", str(2**31), "5000")]
+_SHARED += [("top_k", v) for v in ("-2", "1.0", "false", str(2**70), '"xyzzy"')]
+_SHARED += [("min_p", v) for v in ("-0.1", "1.1", "NaN", "1e400", "true")]
+_SHARED += [("repetition_penalty", v) for v in ("0", "-1", "1e-320", "1e10", "Infinity", "true")]
+_SHARED += [("frequency_penalty", v) for v in ("-2.1", "2.1", "NaN", "true", '"xyzzy"')]
+_SHARED += [("presence_penalty", v) for v in ("-2.1", "2.1", "-Infinity", "[]")]
+_SHARED += [("logit_bias", v) for v in ('{"5": 101}', '{"5": -101}', '{"5": NaN}', '{"5": true}', "[]", "5")]
+_SHARED += [
+    ("logit_bias", json.dumps({key: 1})) for key in ("xyzzy", "-1", "49152", "05", "5.0", "", "9" * 5000, "\u0665")
+]
+_SHARED += [("logit_bias", json.dumps({str(key): 1 for key in range(4097)}))]
+_SHARED += [("allowed_token_ids", v) for v in ("[]", "[-1]", "[49152]", "[1.0]", "[true]", "5", f"[{2**40}]")]
+_SHARED += [("include_stop_str_in_output", "1"), ("skip_special_tokens", '"xyzzy"'), ("skip_special_tokens", "0")]
+_SHARED += [("spaces_between_special_tokens", "0"), ("bad_words", '["xyzzy"]'), ("best_of", "2"), ("echo", "0")]
+_SHARED += [("prompt_logprobs", "0"), ("guided_json", '"xyzzy"'), ("guided_json", "5"), ("guided_regex", '"((("')]
+_SHARED += [("guided_choice", v) for v in ("[]", "[1]", '"xyzzy"')] + [
+    ("guided_grammar", v) for v in ('"%%"', '""', "1")
+]
+_SHARED += [
+    ("response_format", v)
+    for v in (
+        '{"type": "xyzzy"}',
+        '"text"',
+        "[]",
+        '{"type": "json_schema"}',
+        '{"type": "json_schema", "json_schema": {}}',
+    )
+]
+_SHARED += [
+    ("structured_outputs", v)
+    for v in ('"xyzzy"', '{"regex": "a", "choice": ["b"]}', '{"json": {"type": "xyzzy"}}', '{"grammar": "xyzzy"}')
+]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("field", "value"), _SHARED, ids=[f"{field}-{value[:24]}" for field, value in _SHARED])
 async def test_fields_of_both_endpoints(front: Front, path: str, field: str, value: str) -> None:
+    if field == "best_of" and path == CHAT:
+        pytest.skip("no field of chat")
     prompt = f'"messages": {json.dumps(HELLO)}' if path == CHAT else f'"prompt": "{SECRET}"'
     error = await check_refusal(front, await post(front, path, f'{{{prompt}, "{field}": {value}}}'), 400)
     assert error["type"] == "invalid_request_error"
@@ -126,9 +155,24 @@ async def test_prompts(front: Front, value: str) -> None:
     assert str(error["param"]).startswith("prompt")
 
 
-@pytest.mark.parametrize("field", ["best_of", "logprobs", "suffix"])
-async def test_fields_of_completions(front: Front, field: str) -> None:
-    value = "xyzzy" if field == "suffix" else 5
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("best_of", 0),
+        ("best_of", True),
+        ("best_of", 2**63),
+        ("suffix", SECRET),
+        ("logprobs", 21),
+        ("logprobs", 49152),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("logprobs", 1.0),
+        ("echo", "true"),
+        ("add_special_tokens", 1),
+        ("max_tokens", 0),
+    ],
+)
+async def test_fields_of_completions(front: Front, field: str, value: Any) -> None:
     response = await front.http.post(COMPLETIONS, json={"prompt": SECRET, field: value})
     assert (await check_refusal(front, response, 400))["param"] == field
 
@@ -171,8 +215,10 @@ async def test_a_content_part_is_named(front: Front) -> None:
         ("tools", [{"type": "function", "function": {"name": "xyzzy"}}]),
         ("tool_choice", "required"),
         ("functions", [{"name": "xyzzy"}]),
-        ("logprobs", True),
+        ("logprobs", 1),
+        ("logprobs", SECRET),
         ("top_logprobs", 5),
+        ("echo", True),
         ("chat_template", "{{ xyzzy }}"),
         ("chat_template_kwargs", {"xyzzy": 1}),
         ("continue_final_message", True),
@@ -187,10 +233,10 @@ async def test_fields_of_chat(front: Front, field: str, value: Any) -> None:
     assert (await check_refusal(front, response, 400))["param"] == field
 
 
-async def test_langchain_finds_its_sentence(front: Front) -> None:
-    body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "xyzzy"}}}
+async def test_two_forms_of_answer_cannot_be_had_at_once(front: Front) -> None:
+    body = {"messages": HELLO, "response_format": {"type": "json_object"}, "guided_choice": ["a"]}
     error = await check_refusal(front, await front.http.post(CHAT, json=body), 400)
-    assert "'response_format' of type 'json_schema' is not supported with this model" in error["message"]
+    assert error["param"] == "guided_choice"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +312,7 @@ async def test_a_large_body_of_undeclared_length(front: Front) -> None:
     await check_refusal(front, response, 413, "request_too_large")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/responses", "/xyzzy", "/docs", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/responses", "/xyzzy", "/docs", "/v1/messages"])
 async def test_unknown_paths(front: Front, path: str) -> None:
     await check_refusal(front, await front.http.get(path), 404, "not_found")
     front.generator.reset()

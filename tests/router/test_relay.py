@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import TransferError
 from cluster.request import FinishReason, RequestId, RequestKey, SamplingParams, TokenLogprobs
-from cluster.wire import FirstToken, Token0, TokenItem
+from cluster.wire import FirstToken, PromptLogprobs, Token0, TokenItem
 from router.generation import TokenDelta
 from router.relay import TokenOrder
 
@@ -120,3 +120,26 @@ def test_ending_what_has_ended_cuts_nothing() -> None:
     list(tokens.take(token0("stop")))
     tokens.drop(0)
     assert tokens.complete
+
+
+def scores(start: int, *values: float) -> PromptLogprobs:
+    return PromptLogprobs(KEY, start, tuple(map(TokenLogprobs, values)))
+
+
+def test_the_prompts_logprobs_come_once_with_token_0_of_choice_0() -> None:
+    tokens = order(2)
+    assert list(tokens.take(scores(1, -1.0, -2.0))) == list(tokens.take(scores(3, -3.0))) == []
+    assert not tokens.started
+    first, second = tokens.take(token0(None, "stop"))
+    assert [one.chosen for one in first.prompt_logprobs] == [-1.0, -2.0, -3.0]
+    assert (second.choice, second.prompt_logprobs) == (1, ())
+    (later,) = tokens.take(item(0, 1))
+    assert later.prompt_logprobs == ()
+
+
+def test_the_prompts_logprobs_after_token_0_are_an_error() -> None:
+    tokens = order()
+    list(tokens.take(scores(1, -1.0)))
+    list(tokens.take(token0(None, None, None)))
+    with pytest.raises(TransferError):
+        list(tokens.take(scores(2, -1.0)))

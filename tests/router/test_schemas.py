@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cluster.errors import InvalidRequestError
 from router import schemas
 from router.schemas import decode_chat, decode_completion
+from router.strict_json import translate
 
 SECRET = "xyzzy"
 FIELDS = sorted(
@@ -94,7 +95,7 @@ def test_the_last_of_two_equal_keys_counts() -> None:
 
 def test_only_known_forms_of_the_decoders_messages_pass() -> None:
     leaky = msgspec.ValidationError(f"Invalid enum value '{SECRET}' - at `$.messages[0].role`")
-    error = schemas._translate(leaky)
+    error = translate(leaky)
     assert (error.message, error.param) == ("`messages[0].role`: not an accepted value.", "messages[0].role")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
+import pytest
+
+from cluster.errors import TransferError
 from cluster.request import SamplingParams, TokenLogprobs
-from cluster.wire import Commit, FirstToken, Message, Reserve, Submit, Token0, TokenItem, Tokens
+from cluster.wire import Commit, FirstToken, Message, PromptLogprobs, Reserve, Submit, Token0, TokenItem, Tokens
 from router.generation import Generation, TokenDelta
 from tests.router_dispatch.rig import running_rig
 
@@ -38,3 +41,38 @@ async def test_logprobs_arrive_once_and_in_order() -> None:
         TokenDelta((11, 12), None, None, (logprobs_of(11), logprobs_of(12))),
         TokenDelta((13,), "length", None, (logprobs_of(13),)),
     ]
+
+
+def scored(submit: Submit, *parts: tuple[int, int]) -> list[Message]:
+    """Scores of the prompt in messages of (start, count), then token 0, which is the end."""
+    messages: list[Message] = [
+        PromptLogprobs(submit.key, start, tuple(logprobs_of(start + place) for place in range(count)))
+        for start, count in parts
+    ]
+    return [*messages, Token0(submit.key, (FirstToken(0, 10, "length", logprobs_of(10)),), 0, 0.0, 0.0)]
+
+
+async def test_prompt_logprobs_come_with_token_0() -> None:
+    asked = Generation((1, 2, 3, 4), SamplingParams(max_tokens=1, num_logprobs=0), num_prompt_logprobs=5)
+    async with running_rig() as (rig, (prefill,), (decode,)):
+
+        def answer(submit: Submit) -> list[Message]:
+            assert submit.num_prompt_logprobs == 5
+            decode._forget(submit.key)
+            prefill._forget(submit.key)
+            return scored(submit, (1, 2), (3, 1))
+
+        prefill.on_submit = answer
+        async with aclosing(rig.dispatcher.generate(asked)) as deltas:
+            got = [delta async for delta in deltas]
+    scores = tuple(logprobs_of(place) for place in (1, 2, 3))
+    assert got == [TokenDelta((10,), "length", 0, (logprobs_of(10),), prompt_logprobs=scores)]
+
+
+@pytest.mark.parametrize("parts", [((2, 1),), ((1, 1), (1, 1)), ((1, 1), (3, 1))], ids=["late", "twice", "gap"])
+async def test_prompt_logprobs_with_a_gap_are_an_error(parts: tuple[tuple[int, int], ...]) -> None:
+    asked = Generation((1, 2, 3, 4), SamplingParams(max_tokens=1), num_prompt_logprobs=0)
+    async with running_rig() as (rig, (prefill,), _):
+        prefill.on_submit = lambda submit: scored(submit, *parts)
+        with pytest.raises(TransferError, match="out of order"):
+            await anext(rig.dispatcher.generate(asked))

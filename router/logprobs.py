@@ -1,0 +1,81 @@
+"""Log-probabilities as OpenAI's two endpoints write them, each token under its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.request import TokenLogprobs
+from router.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One token of an answer. ``offset`` is where its text begins, in characters of the choice's own text.
+
+    ``logprobs`` is None for the first token of a prompt only: nothing comes before it.
+    """
+
+    token_id: int
+    offset: int
+    logprobs: TokenLogprobs | None
+
+
+class TokenNames(Protocol):
+    """What a token is called."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token stands for; a special token's are those of its text."""
+        ...
+
+
+def completion_logprobs(entries: Iterable[TokenEntry], names: TokenNames) -> CompletionLogprobs:
+    """The form of ``/v1/completions``: the sampled token is always in the dictionary, in addition if need be."""
+    found = CompletionLogprobs([], [], [], [])
+    for entry in entries:
+        name = legacy_name(names.token_bytes(entry.token_id))
+        found.tokens.append(name)
+        found.text_offset.append(entry.offset)
+        if entry.logprobs is None:
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            continue
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.logprobs.top:
+            top.setdefault(legacy_name(names.token_bytes(token_id)), logprob)  # of equal names the likelier
+        # Of all entries the sampled token's must not be lost to another of the same name.
+        if top.get(name, entry.logprobs.chosen) != entry.logprobs.chosen:
+            del top[name]
+        top.setdefault(name, entry.logprobs.chosen)
+        found.token_logprobs.append(entry.logprobs.chosen)
+        found.top_logprobs.append(top)
+    return found
+
+
+def chat_logprobs(entries: Iterable[TokenEntry], names: TokenNames) -> ChatLogprobs:
+    """The form of ``/v1/chat/completions``: exactly the likeliest tokens that were asked for."""
+    content: list[TokenLogprob] = []
+    for entry in entries:
+        if entry.logprobs is not None:
+            text, token = _text_and_bytes(names, entry.token_id)
+            top = [
+                TopLogprob(name, logprob, found)
+                for token_id, logprob in entry.logprobs.top
+                for name, found in (_text_and_bytes(names, token_id),)
+            ]
+            content.append(TokenLogprob(text, entry.logprobs.chosen, token, top))
+    return ChatLogprobs(content)
+
+
+def legacy_name(token: bytes) -> str:
+    """A token's text, or ``bytes:\\xe6\\x9d`` (OpenAI's own way) if its bytes alone are no text."""
+    try:
+        return token.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _text_and_bytes(names: TokenNames, token_id: int) -> tuple[str, list[int]]:
+    token = names.token_bytes(token_id)
+    return token.decode("utf-8", "replace"), list(token)
