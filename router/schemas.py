@@ -33,6 +33,9 @@ MinP = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+LogitBias = Annotated[
+    dict[str, Bias], msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}})
+]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 Salt = Annotated[str, msgspec.Meta(max_length=256)]
 TokenIds = tuple[int, ...]
@@ -95,7 +98,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: list[TokenId] | None = None
     seed: Seed | None = None
     min_tokens: NaturalInt | None = None
@@ -149,7 +152,7 @@ class CompletionRequest(RequestFields, kw_only=True):
 class ChatRequest(RequestFields, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(extra_json_schema={"minItems": 1})]
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
