@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -134,3 +136,19 @@ def test_usage_tells_true_cached_tokens(stack: Stack, http: httpx.Client) -> Non
         answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     assert stack.total("prefill", "baton_prefix_cached_tokens_total") - counted == 96
+
+
+def high_water_mb(stack: Stack, name: str) -> float:
+    status = Path(f"/proc/{stack.pids[name]}/status").read_text()
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    return int(kilobytes) / 1024
+
+
+def test_f10_a_long_prompt_is_scored_in_little_memory(stack: Stack, http: httpx.Client) -> None:
+    """All its logits at once would be 590 MB."""
+    prompt = [1000 + n % 5000 for n in range(3000)]
+    before = {name: high_water_mb(stack, name) for name in ("prefill-0", "decode-0", "router")}
+    answer = http.post("/v1/completions", json={"prompt": prompt, "echo": True, "logprobs": 5, "max_tokens": 0}).json()
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 3000
+    for name, megabytes in before.items():
+        assert high_water_mb(stack, name) - megabytes < 150, name
