@@ -165,7 +165,7 @@ class ChatRequest(RequestFields, kw_only=True):
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """Decode and check a completions body. Raises :class:`InvalidRequestError`."""
-    _check_unsupported(body, _UNSUPPORTED_COMPLETION)
+    refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
     request = decode(_completion_decoder, body)
     _check_shared(request)
     if request.max_tokens == 0 and not request.echo:
@@ -175,7 +175,7 @@ def decode_completion(body: bytes) -> CompletionRequest:
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Decode and check a chat body. Raises :class:`InvalidRequestError`."""
-    _check_unsupported(body, _UNSUPPORTED_CHAT)
+    refuse_unsupported(body, _UNSUPPORTED_CHAT)
     request = decode(_chat_decoder, body)
     _check_shared(request)
     if request.top_logprobs and not request.logprobs:
@@ -183,7 +183,8 @@ def decode_chat(body: bytes) -> ChatRequest:
     return request
 
 
-def _check_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
+    """Raise :class:`InvalidRequestError` for a field of ``table`` with another value than those it lists there."""
     for field, raw in decode(_fields_decoder, body).items():
         neutral = table.get(field)
         if neutral is None:
