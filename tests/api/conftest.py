@@ -44,8 +44,21 @@ def text_tokenizer(demo_model_dir: Path) -> tokenizers.Tokenizer:
 @pytest.fixture(scope="session")
 def stack(demo_model_dir: Path) -> Iterator[Stack]:
     with running_stack(demo_model_dir, options=OPTIONS) as running:
-        running.complete("Hello", 2)  # the pair has met: connections are open
+        meet(running)
         yield running
+
+
+def meet(stack: Stack) -> None:
+    """Until a request has been served: the pair has met then, its connections are open.
+
+    On a busy machine a node may miss the router's pings just after it has joined.
+    """
+
+    def served() -> bool:
+        with stack.client() as client:
+            return client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200
+
+    wait_for("a first answer", served, 60)
 
 
 @pytest.fixture(scope="module")

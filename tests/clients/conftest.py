@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.conftest import meet
 from tests.system.stack import ROOT, Stack, running_stack
 
 Tool = Callable[[str, str], Path]
@@ -28,12 +29,7 @@ def tool() -> Tool:
 
 @pytest.fixture(scope="session")
 def stack(demo_model_dir: Path) -> Iterator[Stack]:
-    with running_stack(
-        demo_model_dir,
-        options=(
-            "--transport",
-            "tcp",
-        ),
-    ) as running:
-        running.complete("Hello", 2)
+    # A drawn chat without `max_tokens` may go on to the end of the context: a short one, so that it ends in time.
+    with running_stack(demo_model_dir, options=("--transport", "tcp", "--max-model-len", "128")) as running:
+        meet(running)
         yield running
