@@ -53,9 +53,10 @@ class RoadContext:
         On the transport's thread, before anything else: a block that its owner loses too early, while it waits for
         a slow link, is caught by the receiver.
         """
-        for item in self.sends.waiting(push, limit):
-            if item.index not in push.digests:
-                push.digests[item.index] = self._take_digest(push, item)
+        items = [item for item in self.sends.waiting(push, limit) if item.index not in push.digests]
+        blocks = [(item.block_id, _identity(push, item)) for item in items]
+        digests = self.digester.take_all(blocks, push.ticket.hello.digest)
+        push.digests.update(zip((item.index for item in items), digests, strict=True))
 
     def digest(self, push: Push, item: PushItem) -> int:
         """Sender: what goes out with this block."""
@@ -77,8 +78,11 @@ class RoadContext:
             self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
 
     def _take_digest(self, push: Push, item: PushItem) -> int:
-        identity = BlockIdentity(push.ticket_id, item.index, item.handle.generation)
-        return self.digester.take(item.block_id, identity, push.ticket.hello.digest)
+        return self.digester.take(item.block_id, _identity(push, item), push.ticket.hello.digest)
+
+
+def _identity(push: Push, item: PushItem) -> BlockIdentity:
+    return BlockIdentity(push.ticket_id, item.index, item.handle.generation)
 
 
 class Road(ABC):
