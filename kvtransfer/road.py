@@ -62,8 +62,13 @@ class RoadContext:
         On the transport's thread, before anything else: a block that its owner loses too early, while it waits for
         a slow link, is caught by the receiver.
         """
-        for item in self.sends.waiting(push, limit):
-            if item.index not in push.digests:
+        items = [item for item in self.sends.waiting(push, limit) if item.index not in push.digests]
+        whole = [item for item in items if item.run is None]
+        blocks = [(item.block_id, _identity(push, item)) for item in whole]
+        digests = self.digester.take_all(blocks, push.ticket.hello.digest)
+        push.digests.update(zip((item.index for item in whole), digests, strict=True))
+        for item in items:
+            if item.run is not None:
                 push.digests[item.index] = self._take_digest(push, item)
 
     def digest(self, push: Push, item: PushItem) -> int:
@@ -82,11 +87,10 @@ class RoadContext:
 
     def arrive(self, claims: Iterable[Claim]) -> None:
         """Receiver: these blocks have landed whole. Only one that holds what its sender says arrives."""
-        good: list[Claim] = []
-        bad: list[Claim] = []
-        for claim in claims:
-            fits = self.digester.fits(claim.block_id, claim.identity, claim.digest)
-            (good if fits else bad).append(claim)
+        landed = list(claims)
+        fitting = self.digester.fit([(claim.block_id, claim.identity, claim.digest) for claim in landed])
+        good = [claim for claim, fits in zip(landed, fitting, strict=True) if fits]
+        bad = [claim for claim, fits in zip(landed, fitting, strict=True) if not fits]
         if good:
             self.receives.landed(good)
         for claim in bad:
@@ -94,7 +98,7 @@ class RoadContext:
             self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
 
     def _take_digest(self, push: Push, item: PushItem) -> int:
-        identity, mode = BlockIdentity(push.ticket_id, item.index, item.handle.generation), push.ticket.hello.digest
+        identity, mode = _identity(push, item), push.ticket.hello.digest
         if item.run is None:
             return self.digester.take(item.block_id, identity, mode)
         block = push.staged.get(item.index)
@@ -108,6 +112,10 @@ class RoadContext:
         if self.regrouper is None:
             raise RuntimeError("the plane let tokens through that it cannot cut")
         return self.regrouper.gather(run, push.block_bytes)
+
+
+def _identity(push: Push, item: PushItem) -> BlockIdentity:
+    return BlockIdentity(push.ticket_id, item.index, item.handle.generation)
 
 
 class Road(ABC):

@@ -138,14 +138,14 @@ def test_the_digester_counts():
     pool = NOISE[:, :65536].copy()
     digester = Digester(pool, "sampled")
     digest = digester.take(0, WHO, "sampled")
-    assert digester.fits(0, WHO, digest)
+    assert digester.fit([(0, WHO, digest)]) == [True]
     assert digester.seconds > 0
-    assert not digester.fits(1, WHO, digest)
-    assert not digester.fits(0, WHO, None), "a block that came without a digest"
+    assert digester.fit([(1, WHO, digest), (0, WHO, digest)]) == [False, True]
+    assert digester.fit([(0, WHO, None)]) == [False], "a block that came without a digest"
     assert digester.failures == 2
     assert digester.take(0, WHO, "full") != digest
     blind = Digester(pool, "off")
-    assert blind.fits(0, WHO, None)
+    assert blind.fit([(0, WHO, None)]) == [True]
     assert (blind.failures, blind.seconds) == (0, 0.0)
 
 
@@ -157,3 +157,6 @@ def test_the_digester_takes_what_anybody_would_take_of_that_block(mode, size) ->
     for index in (0, 5, 63, 64, 1000):
         identity = BlockIdentity(7, index, 2)
         assert digester.take(2, identity, mode) == block_digest(pool[2], identity, mode)
+    several = [(block, BlockIdentity(7, index, block)) for block, index in ((2, 0), (0, 63), (1, 64))]
+    assert digester.take_all(several, mode) == [block_digest(pool[b], identity, mode) for b, identity in several]
+    assert digester.take_all([], mode) == []
