@@ -23,6 +23,7 @@ MAX_CHOICES: Final = 128
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 
 MAX_LOGPROBS: Final = 20
+MAX_GRAMMAR_LEN: Final = 64 << 10
 LOGPROB_FLOOR: Final = -9999.0
 Logprob = Annotated[float, Meta(ge=LOGPROB_FLOOR, le=0.0)]
 
@@ -35,6 +36,13 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}"
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an answer must look like: a JSON schema, a regular expression or a grammar in llguidance's Lark dialect."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_LEN)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -57,6 +65,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     * ``min_p`` keeps tokens with at least that part of the greatest probability, ``top_k`` (0: all) the most likely
       so many of them, ``top_p`` the fewest most likely of those whose renormalised probabilities reach it.
 
+    With a ``grammar`` only what it lets follow the output can be chosen, and the model's EOS where it may end: before
+    ``temperature`` and the filters. ``min_tokens`` does not keep an answer from ending that can only end.
+
     ``num_logprobs`` (None: none) asks for the log-probability of each generated token and of so many most likely
     ones, at most :data:`MAX_LOGPROBS`, in the model's own distribution: before all of the above.
     """
@@ -78,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[TokenId, ...] | None = None
     banned_token_ids: tuple[TokenId, ...] = ()
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Grammar | None = None
 
     def choices(self) -> tuple[SamplingParams, ...]:
         """One for each choice, in order, as if it had been asked for alone."""
@@ -107,6 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.penalised
             or bool(self.logit_bias or self.banned_token_ids)
             or self.allowed_token_ids is not None
+            or self.grammar is not None
             or (num_generated < self.min_tokens and bool(self.stop_token_ids))
         )
 

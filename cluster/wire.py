@@ -174,7 +174,7 @@ class Capsule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``choices`` are those that did not end with token 0, in order. ``num_emitted`` counts generated tokens including
     it. ``tail_token_ids`` are the prompt's tokens after its last full block of D: D names the block they complete.
     ``penalty_counts``, set if and only if a penalty is on, tell of the prompt and of what was generated before
-    token 0, which is the choices' own.
+    token 0, which is the choices' own. ``output_token_ids`` is that output itself, given if there is a grammar.
     """
 
     prompt_len: Count
@@ -183,6 +183,7 @@ class Capsule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_token_ids: tuple[TokenId, ...]
     sampling: SamplingParams
     penalty_counts: PenaltyCounts | None = None
+    output_token_ids: tuple[TokenId, ...] = ()
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

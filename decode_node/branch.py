@@ -43,7 +43,7 @@ class Branch:
     """A choice being generated. Mutable, changed only by the decode node's batch and table.
 
     ``sampling`` asks for this ``choice`` alone. ``tail`` are the tokens stored after the last full block, whose name is
-    ``parent_name``.
+    ``parent_name``. ``output`` are the tokens generated so far, kept if ``sampling`` has a grammar.
     """
 
     key: RequestKey
@@ -59,6 +59,7 @@ class Branch:
     life: Life[BranchState]
     tail: list[int] = field(default_factory=list)
     history: TokenHistory | None = None
+    output: list[int] = field(default_factory=list)
     in_step: bool = False
 
     @property
@@ -77,6 +78,7 @@ class Branch:
             position=self.context_len + 1,
             num_generated=self.num_generated,
             history=self.history,
+            output_token_ids=self.output,
         )
 
     def append(self, token_id: int, block_size: int) -> tuple[int, bytes] | None:
@@ -87,6 +89,8 @@ class Branch:
         self.last_token = token_id
         if self.history is not None:
             self.history.append(token_id)
+        if self.sampling.grammar is not None:
+            self.output.append(token_id)
         if self.context_len % block_size:
             return None
         self.parent_name = child_hash(self.parent_name, self.tail)

@@ -21,12 +21,16 @@ from engine.noise import Ids
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One row's options. ``num_generated`` and ``history`` as in :class:`engine.step.SequenceChunk`."""
+    """One row's options. ``num_generated`` and ``history`` as in :class:`engine.step.SequenceChunk`.
+
+    ``allowed`` is what the request's grammar lets follow, bool ``[vocab_size]``; None without a grammar.
+    """
 
     row: int
     sampling: SamplingParams
     num_generated: int
     history: TokenHistory | None
+    allowed: npt.NDArray[np.bool_] | None = None
 
 
 def apply_edits(logits: Logits, edits: Sequence[Edit]) -> None:
@@ -114,6 +118,9 @@ def _ban(logits: Logits, edits: Sequence[Edit]) -> None:
     for edit in edits:
         sampling, row = edit.sampling, logits[edit.row]
         short = edit.num_generated < sampling.min_tokens
+        if edit.allowed is not None:
+            row[~edit.allowed] = -np.inf
+            short = short and not _can_only_end(edit.allowed, sampling)
         if sampling.allowed_token_ids is None and not sampling.banned_token_ids and not short:
             continue
         options = _options(sampling, len(row))
@@ -124,3 +131,9 @@ def _ban(logits: Logits, edits: Sequence[Edit]) -> None:
         row[options.banned_ids] = -np.inf
         if short:
             row[options.stop_ids] = -np.inf
+
+
+def _can_only_end(allowed: npt.NDArray[np.bool_], sampling: SamplingParams) -> bool:
+    """True if a grammar lets nothing follow but tokens that end the answer."""
+    ends = _options(sampling, len(allowed)).stop_ids
+    return int(np.count_nonzero(allowed)) == int(np.count_nonzero(allowed[ends]))

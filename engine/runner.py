@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
+from engine.grammar import Allowed, GrammarError, Grammars
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
 from engine.model import ForwardBatch, LlamaModel
@@ -24,13 +25,16 @@ _SCORED_ROWS = 32
 class ModelRunner:
     """One model on one cache. Not thread-safe: one step at a time."""
 
-    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
-        """Raises ValueError if the cache is not laid out for the model."""
+    def __init__(self, model: LlamaModel, cache: KVCache, grammars: Grammars | None = None) -> None:
+        """Raises ValueError if the cache is not laid out for the model. Without ``grammars`` requests with a grammar
+        fail.
+        """
         expected = model.kv_layout(cache.layout.block_size)
         if cache.layout != expected:
             raise ValueError(f"cache layout {cache.layout} does not fit the model's {expected}")
         self.model = model
         self.cache = cache
+        self._grammars = grammars
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. What is wrong with one sequence fails that sequence only.
@@ -158,17 +162,34 @@ class ModelRunner:
     def _choose(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[list[Choice | str]]:
         """For each row, a token for each of its choices, or why not. ``logits``: ``[len(chunks), vocab_size]``."""
         draws: list[list[Draw]] = []
+        problems: list[str | None] = []
         for chunk in chunks:
             if chunk.sampling is not None:
+                allowed, problem = self._allowed(chunk, chunk.sampling)
+                problems.append(problem)
                 # Greedy choices are all the same: one draw will do.
                 wanted = (chunk.sampling,) if chunk.sampling.greedy else chunk.sampling.choices()
-                draws.append([Draw(each, chunk.position, chunk.num_generated, chunk.history) for each in wanted])
+                rest = (chunk.position, chunk.num_generated, chunk.history, allowed)
+                draws.append([Draw(each, *rest) for each in wanted])
         counts = [len(each) for each in draws]
         if max(counts, default=1) > 1:
             logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
         outcomes = iter(choose(logits, list(chain.from_iterable(draws)), self.model.weights.ops.exp_sums))
-        found = [list(islice(outcomes, count)) for count in counts]
-        return [
-            each * chunk.sampling.num_choices if chunk.sampling is not None and chunk.sampling.greedy else each
-            for each, chunk in zip(found, chunks, strict=True)
-        ]
+        found: list[list[Choice | str]] = []
+        for chunk, count, problem in zip(chunks, counts, problems, strict=True):
+            drawn = [outcome if problem is None else problem for outcome in islice(outcomes, count)]
+            if chunk.sampling is not None and chunk.sampling.greedy:
+                drawn *= chunk.sampling.num_choices
+            found.append(drawn)
+        return found
+
+    def _allowed(self, chunk: SequenceChunk, sampling: SamplingParams) -> tuple[Allowed | None, str | None]:
+        """What the sequence's grammar lets follow (None: anything), or why that cannot be said."""
+        if sampling.grammar is None:
+            return None, None
+        if self._grammars is None:
+            return None, "this node follows no grammars"
+        try:
+            return self._grammars.allowed(chunk.key, sampling.choice, sampling.grammar, chunk.output_token_ids), None
+        except GrammarError as error:
+            return None, str(error)

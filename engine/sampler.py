@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from cluster.request import SamplingParams, TokenLogprobs
@@ -29,14 +30,15 @@ NO_HISTORY = "internal: penalties without the sequence's history"
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row asks for. ``position`` is the index in its sequence of the token to be chosen; the rest as in
-    :class:`engine.step.SequenceChunk`.
+    """What one row asks for. ``position`` is the index in its sequence of the token to be chosen, ``allowed`` what its
+    grammar lets follow (bool ``[vocab_size]``, None without one); the rest as in :class:`engine.step.SequenceChunk`.
     """
 
     sampling: SamplingParams
     position: int
     num_generated: int = 0
     history: TokenHistory | None = None
+    allowed: npt.NDArray[np.bool_] | None = None
 
 
 class Choice(NamedTuple):
@@ -100,7 +102,7 @@ def _problems(logits: Logits, draws: Sequence[Draw]) -> dict[int, str]:
 def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw], sums: ExpSums) -> list[int | None]:
     """Tokens of rows that sample or have options; None for a row whose options leave nothing."""
     edits = [
-        Edit(index, draw.sampling, draw.num_generated, draw.history)
+        Edit(index, draw.sampling, draw.num_generated, draw.history, draw.allowed)
         for index, draw in ((index, draws[row]) for index, row in enumerate(rows))
         if draw.sampling.edits_logits(draw.num_generated)
     ]

@@ -16,9 +16,10 @@ from cluster.channel import Channel, ChannelError
 from cluster.config import ConfigError, cache_dir, compilers
 from cluster.directory import PrefixPublisher
 from cluster.membership import Membership, MembershipError, NodeRecord, Role
-from cluster.model_store import ModelFilesError, resolve_model, weights_id
+from cluster.model_store import ModelFilesError, read_config, resolve_model, weights_id
 from cluster.wire import Party
 from engine.block_pool import BlockPool
+from engine.grammar import GrammarError, Grammars
 from engine.instructions import NodeState
 from engine.kv_cache import KVCache, kv_cache
 from engine.model import LlamaModel
@@ -203,7 +204,13 @@ def _load_engine(config: NodeConfig) -> _Engine:
     cache = kv_cache(layout, num_blocks, ops.device)
     model = LlamaModel(model_config, weights)
     model.reserve(max(config.max_batch_tokens, config.max_num_seqs), config.max_num_seqs)
-    runner = ModelRunner(model, cache)
+    facts = read_config(files.directory)
+    grammars = Grammars(files.directory / "tokenizer.json", model_config.vocab_size, facts.eos_token_ids)
+    try:
+        grammars.load()
+    except GrammarError as error:
+        log.warning("requests with a grammar will fail here: %s", error)
+    runner = ModelRunner(model, cache, grammars)
     log.info(
         "%s loaded in %.1f s on the %s backend (%s) as %s; %.0f MB resident, %.0f MB at most",
         files.served_name,

@@ -23,7 +23,8 @@ class SequenceChunk:
     token's index in the sequence is ``position`` (always ``start + len(token_ids)``), which with the seed and the
     choice determines its noise.
     ``num_generated`` of the tokens before it are output, not prompt. ``history`` is set if ``sampling`` has penalties:
-    the whole sequence up to the token to be sampled. The runner reads it during the step, it stays the scheduler's.
+    the whole sequence up to the token to be sampled. ``output_token_ids`` are the output so far, given if ``sampling``
+    has a grammar. The runner reads both during the step, they stay the scheduler's.
     ``targets`` are the tokens that really follow the first so many of ``token_ids``: their log-probabilities are
     wanted, and those of the ``num_target_logprobs`` most likely tokens at each place.
     """
@@ -36,6 +37,7 @@ class SequenceChunk:
     position: int
     num_generated: int = 0
     history: TokenHistory | None = None
+    output_token_ids: Sequence[int] = ()
     targets: Sequence[int] = ()
     num_target_logprobs: int = 0
 

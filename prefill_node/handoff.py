@@ -198,6 +198,7 @@ class Handoff:
             position=end,
             num_generated=self.num_emitted,
             history=self.history,
+            output_token_ids=self._output() if last else (),
             targets=() if self.num_prompt_logprobs is None else self.prompt[start + 1 : end + 1],
             num_target_logprobs=self.num_prompt_logprobs or 0,
         )
@@ -237,7 +238,13 @@ class Handoff:
             tail_token_ids=self.prompt[len(self.prompt) - num_tail :],
             sampling=self.sampling,
             penalty_counts=None if self.history is None else self.history.counts(),
+            output_token_ids=self._output(),
         )
+
+    def _output(self) -> tuple[int, ...]:
+        """What was generated before token 0, if the request has a grammar."""
+        has_grammar = self.sampling.grammar is not None
+        return tuple(self.prompt[len(self.prompt) - self.num_emitted :]) if has_grammar else ()
 
     def report(self) -> dict[str, str | int | float]:
         """One row of ``/debug/kv``."""

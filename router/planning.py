@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from cluster.request import Grammar
 from router.choice import TextRules
 from router.generation import Generation, Generator
+from router.grammars import GrammarChecker
 from router.sampling import in_vocabulary, sampling_params
 from router.schemas import ChatRequest, CompletionRequest, RequestFields, TokenIds
+from router.structured import structure_of
 from router.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -48,11 +51,13 @@ class Planner:
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._generator = generator
+        self._grammars = GrammarChecker()
 
     async def completion(self, request: CompletionRequest) -> Plan:
         """Plan a text completion. Raises :class:`InvalidRequestError` and :class:`ModelNotFoundError`."""
         self.check_model(request.model)
         limit = self._limit()
+        grammar = await self._grammar(request)
         generations, texts = [], []
         for prompt in request.prompts():
             if isinstance(prompt, str):
@@ -65,7 +70,7 @@ class Planner:
             room = _room(len(token_ids), request.max_tokens or None, shared, "prompt")
             in_vocabulary(token_ids, self._tokenizer.vocab_size, "prompt")
             max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
-            generations.append(self._completion(request, token_ids, max_tokens or 1))
+            generations.append(self._completion(request, token_ids, max_tokens or 1, grammar))
             if request.echo or request.logprobs is not None:
                 texts.append(await self._prompt_text(prompt, request))
         _check_prompt_logprobs(generations)
@@ -91,7 +96,11 @@ class Planner:
         room = _room(len(token_ids), wanted, shared, "messages")
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         sampling = sampling_params(
-            request, self._tokenizer, max_tokens=room if wanted is None else wanted, num_logprobs=num_logprobs
+            request,
+            self._tokenizer,
+            max_tokens=room if wanted is None else wanted,
+            num_logprobs=num_logprobs,
+            grammar=await self._grammar(request),
         )
         return Plan(
             endpoint="chat",
@@ -121,10 +130,18 @@ class Planner:
         room = self._generator.max_answer_tokens(prompt_len, num_choices)
         return limit if room is None else min(limit, prompt_len + room)
 
-    def _completion(self, request: CompletionRequest, token_ids: TokenIds, max_tokens: int) -> Generation:
+    async def _grammar(self, request: RequestFields) -> Grammar | None:
+        wish = structure_of(request)
+        return None if wish is None else await self._grammars.check(wish)
+
+    def _completion(
+        self, request: CompletionRequest, token_ids: TokenIds, max_tokens: int, grammar: Grammar | None
+    ) -> Generation:
         if not token_ids:
             raise InvalidRequestError("`prompt` must not be empty.", param="prompt")
-        sampling = sampling_params(request, self._tokenizer, max_tokens=max_tokens, num_logprobs=request.logprobs)
+        sampling = sampling_params(
+            request, self._tokenizer, max_tokens=max_tokens, num_logprobs=request.logprobs, grammar=grammar
+        )
         of_prompt = request.logprobs if request.echo else None
         return Generation(token_ids, sampling, request.cache_salt or "", of_prompt)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final, TypeVar
 
 from cluster.errors import InvalidRequestError
-from cluster.request import SamplingParams
+from cluster.request import Grammar, SamplingParams
 from router.schemas import RequestFields
 from router.tokenizer import Tokenizer
 
@@ -19,7 +19,12 @@ _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def sampling_params(
-    request: RequestFields, tokenizer: Tokenizer, *, max_tokens: int, num_logprobs: int | None
+    request: RequestFields,
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     """The options of one generation of at most ``max_tokens``. Raises :class:`InvalidRequestError`."""
     temperature = _or(request.temperature, 1.0)
@@ -47,6 +52,7 @@ def sampling_params(
         if allowed is None
         else in_vocabulary(allowed, tokenizer.vocab_size, "allowed_token_ids"),
         num_logprobs=num_logprobs,
+        grammar=grammar,
     )
 
 

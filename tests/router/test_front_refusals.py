@@ -109,8 +109,24 @@ _SHARED += [("logit_bias", json.dumps({str(key): 1 for key in range(4097)}))]
 _SHARED += [("allowed_token_ids", v) for v in ("[]", "[-1]", "[49152]", "[1.0]", "[true]", "5", f"[{2**40}]")]
 _SHARED += [("include_stop_str_in_output", "1"), ("skip_special_tokens", '"xyzzy"'), ("skip_special_tokens", "0")]
 _SHARED += [("spaces_between_special_tokens", "0"), ("bad_words", '["xyzzy"]'), ("echo", "0")]
-_SHARED += [("prompt_logprobs", "0"), ("guided_json", '{"xyzzy": 1}')]
-_SHARED += [("response_format", v) for v in ('{"type": "json_object"}', '{"type": "xyzzy"}', '"text"', "[]")]
+_SHARED += [("prompt_logprobs", "0"), ("guided_json", '"xyzzy"'), ("guided_json", "5"), ("guided_regex", '"((("')]
+_SHARED += [("guided_choice", v) for v in ("[]", "[1]", '"xyzzy"')] + [
+    ("guided_grammar", v) for v in ('"%%"', '""', "1")
+]
+_SHARED += [
+    ("response_format", v)
+    for v in (
+        '{"type": "xyzzy"}',
+        '"text"',
+        "[]",
+        '{"type": "json_schema"}',
+        '{"type": "json_schema", "json_schema": {}}',
+    )
+]
+_SHARED += [
+    ("structured_outputs", v)
+    for v in ('"xyzzy"', '{"regex": "a", "choice": ["b"]}', '{"json": {"type": "nope"}}', '{"grammar": "nope"}')
+]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -216,10 +232,10 @@ async def test_c5_c6_c7_fields_of_chat(front: Front, field: str, value: Any) -> 
     assert (await check_refusal(front, response, 400))["param"] == field
 
 
-async def test_c6_langchain_finds_its_sentence(front: Front) -> None:
-    body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "xyzzy"}}}
+async def test_two_forms_of_answer_cannot_be_had_at_once(front: Front) -> None:
+    body = {"messages": HELLO, "response_format": {"type": "json_object"}, "guided_choice": ["a"]}
     error = await check_refusal(front, await front.http.post(CHAT, json=body), 400)
-    assert "'response_format' of type 'json_schema' is not supported with this model" in error["message"]
+    assert error["param"] == "guided_choice"
 
 
 @pytest.mark.parametrize(
