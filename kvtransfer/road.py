@@ -63,13 +63,11 @@ class RoadContext:
         a slow link, is caught by the receiver.
         """
         items = [item for item in self.sends.waiting(push, limit) if item.index not in push.digests]
-        whole = [item for item in items if item.run is None]
-        blocks = [(item.block_id, _identity(push, item)) for item in whole]
+        ours = [item for item in items if item.run is None]
+        blocks = [(item.block_id, _identity(push, item)) for item in ours]
         digests = self.digester.take_all(blocks, push.ticket.hello.digest)
-        push.digests.update(zip((item.index for item in whole), digests, strict=True))
-        for item in items:
-            if item.run is not None:
-                push.digests[item.index] = self._take_digest(push, item)
+        push.digests.update(zip((item.index for item in ours), digests, strict=True))
+        push.digests.update((item.index, self._take_digest(push, item)) for item in items if item.run is not None)
 
     def digest(self, push: Push, item: PushItem) -> int:
         """Sender: what goes out with this block."""
@@ -87,10 +85,11 @@ class RoadContext:
 
     def arrive(self, claims: Iterable[Claim]) -> None:
         """Receiver: these blocks have landed whole. Only one that holds what its sender says arrives."""
-        landed = list(claims)
-        fitting = self.digester.fit([(claim.block_id, claim.identity, claim.digest) for claim in landed])
-        good = [claim for claim, fits in zip(landed, fitting, strict=True) if fits]
-        bad = [claim for claim, fits in zip(landed, fitting, strict=True) if not fits]
+        good: list[Claim] = []
+        bad: list[Claim] = []
+        for claim in claims:
+            fits = self.digester.fits(claim.block_id, claim.identity, claim.digest)
+            (good if fits else bad).append(claim)
         if good:
             self.receives.landed(good)
         for claim in bad:

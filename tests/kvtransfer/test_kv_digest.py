@@ -138,14 +138,14 @@ def test_the_digester_counts():
     pool = NOISE[:, :65536].copy()
     digester = Digester(pool, "sampled")
     digest = digester.take(0, WHO, "sampled")
-    assert digester.fit([(0, WHO, digest)]) == [True]
+    assert digester.fits(0, WHO, digest)
     assert digester.seconds > 0
-    assert digester.fit([(1, WHO, digest), (0, WHO, digest)]) == [False, True]
-    assert digester.fit([(0, WHO, None)]) == [False], "a block that came without a digest"
+    assert not digester.fits(1, WHO, digest)
+    assert not digester.fits(0, WHO, None), "a block that came without a digest"
     assert digester.failures == 2
     assert digester.take(0, WHO, "full") != digest
     blind = Digester(pool, "off")
-    assert blind.fit([(0, WHO, None)]) == [True]
+    assert blind.fits(0, WHO, None)
     assert (blind.failures, blind.seconds) == (0, 0.0)
 
 

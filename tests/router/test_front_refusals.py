@@ -232,7 +232,7 @@ async def test_c5_c6_c7_fields_of_chat(front: Front, field: str, value: Any) -> 
     assert (await check_refusal(front, response, 400))["param"] == field
 
 
-async def test_c6_two_forms_of_answer_cannot_be_had_at_once(front: Front) -> None:
+async def test_two_forms_of_answer_cannot_be_had_at_once(front: Front) -> None:
     body = {"messages": HELLO, "response_format": {"type": "json_object"}, "guided_choice": ["a"]}
     error = await check_refusal(front, await front.http.post(CHAT, json=body), 400)
     assert error["param"] == "guided_choice"
