@@ -31,7 +31,7 @@ class Start:
 
 def start_node(directory: Path, threads: int) -> Start:
     """Start one node with a small KV pool, wait until it is in Redis, end it."""
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, _redis(Path(folder)) as url:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder, redis_server(Path(folder)) as url:
         command = [sys.executable, "-m", "decode_node", "--model", str(directory), "--node-id", "bench"]
         command += ["--threads", str(threads), "--kv-memory-gb", "0.1", "--transport", "tcp"]
         began = time.monotonic()
@@ -50,7 +50,7 @@ def start_node(directory: Path, threads: int) -> Start:
 
 
 @contextmanager
-def _redis(folder: Path) -> Iterator[str]:
+def redis_server(folder: Path) -> Iterator[str]:
     server = embedded_redis.prepare(folder)
     process = subprocess.Popen(server.command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT)
     try:

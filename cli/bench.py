@@ -1,4 +1,4 @@
-"""`baton bench`: what this machine can do and how near kernels, engine and KV transfer come to it."""
+"""`baton bench`: what this machine can do and how near kernels, engine, KV transfer and router come to it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from cli.model import Subparsers
 
 ROOT = Path(__file__).parent.parent
-_WHAT = ("kernels", "engine", "transfer")
+_WHAT = ("kernels", "engine", "transfer", "router")
 
 
 def add_parser(commands: Subparsers) -> None:
     """Add `baton bench`."""
     parser = commands.add_parser(
         "bench",
-        help="measure kernels, engine or KV transfer against the machine's limits",
+        help="measure kernels, engine, KV transfer or router against the machine's limits",
         description="Measure against this machine's limits; see `baton bench engine --help` for the options.",
         epilog="example: baton bench engine --json --runs 7",
     )

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 # Longer than any client pool keeps an idle connection, so that the client closes first.
 KEEP_ALIVE_S = 75
 DRAIN_S = 5
+BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ async def serve(config: RouterConfig) -> int:
             admin = create_admin_app(view, plant.dispatcher, metrics)
             await stack.enter_async_context(_serving_admin(admin, config.admin_host, config.admin_port))
         with bind(config.host, config.port, reuse_port=config.reuse_port) as sock:
+            sock.listen(BACKLOG)  # from here on nobody is refused; uvicorn accepts as soon as it runs
             log.info("listening on http://%s:%d", url_host(config.host), sock.getsockname()[1])
             if not config.keys and not is_loopback(config.host):
                 log.warning("other machines can reach %s and no API keys are set: anybody may ask", config.host)

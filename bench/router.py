@@ -1,0 +1,153 @@
+"""`baton bench router`: what the router adds, and how many streams one of its processes can carry."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from bench.measure import MIN_RUNS, Report
+from bench.node_start import ROOT, redis_server
+from bench.router_client import NUM_TOKENS, Connection, Direct, latency, request_bytes, throughput
+from cluster.config import ENV_REDIS_URL, ENV_SECRET
+from cluster.model_store import resolve_model
+
+DESCRIPTION = """A real router over nodes without engines, on a core of its own. Latency at concurrency 1 over a direct
+conversation with the same nodes; requests and tokens a second at concurrency 32 next to a bare uvicorn app that streams
+the very same frames, in turns."""
+
+CONCURRENCY = 32
+STEP_S = 0.002
+LATENCY_REQUESTS = 40
+THROUGHPUT_S = 3.0
+FIRST_LIMIT_MS, TOKEN_LIMIT_MS = 2.0, 0.3
+
+
+async def bench(args: argparse.Namespace, report: Report, folder: Path, url: str) -> None:
+    """All rows, over the Redis at ``url``."""
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[-1]})
+    async with _router(url, args.model, cpus[0]) as port:
+        with _nodes(url, STEP_S, cpus[-1]):
+            frames = await _frames(port)
+            await _latency(url, port, args.runs, report)
+        with _nodes(url, 0.0, cpus[-1]):
+            await _frames(port)
+            frames_file = folder / "frames"
+            frames_file.write_bytes(frames)
+            async with _bare(frames_file, cpus[0]) as bare_port:
+                await _throughput(port, bare_port, args.runs, report)
+
+
+async def _latency(url: str, port: int, runs: int, report: Report) -> None:
+    connection, request = await Connection.open(port), request_bytes()
+    added_first, added_token = [], []
+    async with Direct(url) as direct:
+        for _ in range(runs):
+            ours = await latency(lambda: connection.ask(request), LATENCY_REQUESTS)
+            theirs = await latency(direct.ask, LATENCY_REQUESTS)
+            added_first.append((ours.first_s - theirs.first_s) * 1e3)
+            added_token.append((ours.rest_s - theirs.rest_s) * 1e3 / (NUM_TOKENS - 1))
+    connection.close()
+    report.add("router_first_byte_added", statistics.median(added_first), "ms", FIRST_LIMIT_MS, runs)
+    report.add("router_per_token_added", statistics.median(added_token), "ms", TOKEN_LIMIT_MS, runs)
+
+
+async def _throughput(port: int, bare_port: int, runs: int, report: Report) -> None:
+    request, ours, bare = request_bytes(), [], []
+    for _ in range(runs):
+        ours.append(await throughput(port, request, CONCURRENCY, THROUGHPUT_S))
+        bare.append(await throughput(bare_port, request, CONCURRENCY, THROUGHPUT_S))
+    value, limit = statistics.median(ours), statistics.median(bare)
+    report.add(f"router_requests_c{CONCURRENCY}", value, "1/s", limit, runs)
+    report.add(f"router_tokens_c{CONCURRENCY}", value * NUM_TOKENS, "1/s", limit * NUM_TOKENS, runs)
+
+
+async def _frames(port: int) -> bytes:
+    """One answer's frames, once the router sees the nodes."""
+    async with asyncio.timeout(60):
+        while True:
+            connection = await Connection.open(port)
+            try:
+                frames = await connection.body(request_bytes())
+            except (ValueError, asyncio.IncompleteReadError):
+                frames = b""
+            connection.close()
+            if frames.endswith(b"data: [DONE]\n\n"):
+                return frames
+            await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def _router(url: str, model: str, cpu: int) -> AsyncIterator[int]:
+    command = [sys.executable, "-m", "router", "--model", str(resolve_model(model).directory), "--port", "0"]
+    command += ["--node-id", "bench-router", "--max-waiting", "4096"]
+    environment = {name: value for name, value in os.environ.items() if name != ENV_SECRET} | {ENV_REDIS_URL: url}
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE)
+    try:
+        os.sched_setaffinity(process.pid, {cpu})
+        if process.stderr is None:
+            raise RuntimeError("the router has no log")
+        async with asyncio.timeout(60):
+            while b"listening on" not in (line := await process.stderr.readline()):
+                if not line:
+                    raise RuntimeError("the router ended while starting")
+        drain = asyncio.create_task(process.stderr.read())
+        yield int(line.rsplit(b":", 1)[1])
+        drain.cancel()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@contextmanager
+def _nodes(url: str, step_s: float, cpu: int) -> Iterator[None]:
+    environment = {name: value for name, value in os.environ.items() if name != ENV_SECRET}
+    command = [sys.executable, "-m", "bench.router_nodes", url, str(step_s)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    os.sched_setaffinity(process.pid, {cpu})
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def _bare(frames: Path, cpu: int) -> AsyncIterator[int]:
+    command = [sys.executable, "-m", "bench.router_bare", str(frames)]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    os.sched_setaffinity(process.pid, {cpu})
+    try:
+        if process.stdout is None:
+            raise RuntimeError("the bare app says no port")
+        yield int(await process.stdout.readline())
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    made = argparse.ArgumentParser(prog="baton bench router", description=DESCRIPTION)
+    made.add_argument("--json", action="store_true", help="one JSON array of rows on standard output")
+    made.add_argument("--runs", type=int, default=MIN_RUNS, metavar="N", help="timed runs of each row, at least 5")
+    made.add_argument("--model", default="smollm2-135m", help="name or directory; only its tokenizer is used")
+    args = made.parse_args()
+    args.runs = max(MIN_RUNS, args.runs)
+    report = Report(as_json=args.json)
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as name, redis_server(Path(name)) as url:
+        asyncio.run(bench(args, report, Path(name), url))
+    report.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
