@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: up test check test-compose model clean
+.PHONY: up test check test-clients test-compose model clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "baton needs $(PYTHON) (3.11 or newer) on the PATH"; exit 1; }
@@ -21,13 +21,16 @@ up: model
 	@exec $(BIN)/baton up $(ARGS)
 
 test: model
-	$(BIN)/python -m pytest -m 'not docker' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not docker and not clients' $(PYTEST_ARGS)
 
 check: $(VENV)/.installed
 	scripts/check
+
+test-clients: model
+	scripts/test-clients
 
 test-compose: $(VENV)/.installed
 	compose/test-compose
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-clients

@@ -85,7 +85,7 @@ class _Front:
     async def detokenize(self, request: Request) -> Response:
         wanted = decode_detokenize(await self._body(request))
         self._planner.check_model(wanted.model)
-        return _json(await detokenize(wanted, self._tokenizer))
+        return _json(await detokenize(wanted, self._tokenizer, self._settings.max_model_len))
 
     async def tokenizer_info(self) -> Response:
         return _json(tokenizer_info(self._tokenizer, self._settings.max_model_len))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
 from cluster.errors import InvalidRequestError
 
-_ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool"))
+_ROLES: Final = ("assistant", "developer", "system", "tool", "user")
+# Said in the schema; checked below, where the refusal can say what would be right.
+_Role = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(_ROLES)})]
+_PartType = Annotated[str, msgspec.Meta(extra_json_schema={"enum": ["text"]})]
 _PART_TYPES: Final = frozenset(
     ("audio_url", "file", "image", "image_url", "input_audio", "input_image", "refusal", "video_url")
 )
@@ -18,7 +21,7 @@ _PART_TYPES: Final = frozenset(
 class ContentPart(msgspec.Struct):
     """One part of a message's content; only text is understood."""
 
-    type: str
+    type: _PartType
     text: str | None = None
 
 
@@ -40,7 +43,7 @@ class ToolCall(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """One message of a conversation."""
 
-    role: str
+    role: _Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -74,7 +77,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def _template_message(message: ChatMessage, position: int) -> dict[str, Any]:
     if message.role not in _ROLES:
         param = f"messages[{position}].role"
-        raise InvalidRequestError(f"`{param}` must be one of {', '.join(sorted(_ROLES))}.", param=param)
+        raise InvalidRequestError(f"`{param}` must be one of {', '.join(_ROLES)}.", param=param)
     # Templates of most models know no developer role; OpenAI defines it as the new name of system.
     role = "system" if message.role == "developer" else message.role
     rendered: dict[str, Any] = {"role": role, "content": message.text(position)}

@@ -35,6 +35,9 @@ MinP = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, msgspec.Meta(ge=1e-9, le=1e9)]
 Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+LogitBias = Annotated[
+    dict[str, Bias], msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}})
+]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 Salt = Annotated[str, msgspec.Meta(max_length=256)]
 TokenIds = tuple[int, ...]
@@ -88,7 +91,7 @@ class RequestFields(StructureFields, kw_only=True):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: list[TokenId] | None = None
     seed: Seed | None = None
     min_tokens: NaturalInt | None = None
@@ -149,7 +152,7 @@ class CompletionRequest(RequestFields, kw_only=True):
 class ChatRequest(RequestFields, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(extra_json_schema={"minItems": 1})]
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
@@ -162,7 +165,7 @@ class ChatRequest(RequestFields, kw_only=True):
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """Decode and check a completions body. Raises :class:`InvalidRequestError`."""
-    _check_unsupported(body, _UNSUPPORTED_COMPLETION)
+    refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
     request = decode(_completion_decoder, body)
     _check_shared(request)
     if request.best_of not in (None, 1, request.n):
@@ -175,7 +178,7 @@ def decode_completion(body: bytes) -> CompletionRequest:
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Decode and check a chat body. Raises :class:`InvalidRequestError`."""
-    _check_unsupported(body, _UNSUPPORTED_CHAT)
+    refuse_unsupported(body, _UNSUPPORTED_CHAT)
     request = decode(_chat_decoder, body)
     _check_shared(request)
     if request.top_logprobs and not request.logprobs:
@@ -183,7 +186,8 @@ def decode_chat(body: bytes) -> ChatRequest:
     return request
 
 
-def _check_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
+    """Raise :class:`InvalidRequestError` for a field of ``table`` with another value than those it lists there."""
     for field, raw in decode(_fields_decoder, body).items():
         neutral = table.get(field)
         if neutral is None:

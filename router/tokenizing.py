@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from cluster.errors import InvalidRequestError
+from cluster.errors import ContextLengthError, InvalidRequestError
 from router.conversation import ChatMessage, template_messages
 from router.replies import DetokenizeReply, TokenizeReply, TokenizerInfo
 from router.sampling import in_vocabulary
-from router.schemas import TokenId
+from router.schemas import TokenId, refuse_unsupported
 from router.strict_json import decode
 from router.tokenizer import Tokenizer
+
+# Options that change the tokens and are not offered, with the values that ask for nothing.
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "add_generation_prompt": (None, True),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "tools": (None,),
+}
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -43,6 +52,9 @@ async def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, max_model_len
         special = request.add_special_tokens is not False
         token_ids = await tokenizer.encode_prompt(request.prompt, max_tokens=max_model_len, add_special_tokens=special)
     else:
+        if request.add_special_tokens:
+            text = "The chat template writes all special tokens: `add_special_tokens` is for a `prompt`."
+            raise InvalidRequestError(text, param="add_special_tokens")
         messages = template_messages(request.messages or ())
         token_ids = await tokenizer.encode_chat(messages, max_tokens=max_model_len)
     names = None
@@ -51,8 +63,13 @@ async def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, max_model_len
     return TokenizeReply(token_ids, len(token_ids), max_model_len, names)
 
 
-async def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeReply:
-    """The text of token ids, special tokens included. Raises :class:`InvalidRequestError` for an unknown id."""
+async def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> DetokenizeReply:
+    """The text of token ids, special tokens included.
+
+    Raises :class:`InvalidRequestError` for an unknown id, :class:`ContextLengthError` for more than fit the model.
+    """
+    if len(request.tokens) > max_model_len:
+        raise ContextLengthError(f"`tokens` takes at most {max_model_len} ids.", param="tokens")
     in_vocabulary(request.tokens, tokenizer.vocab_size, "tokens")
     return DetokenizeReply(await tokenizer.decode_prompt(request.tokens, show_special=True))
 
@@ -73,6 +90,7 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
     """Decode the body of ``/tokenize``. Raises :class:`InvalidRequestError`."""
+    refuse_unsupported(body, _UNSUPPORTED)
     return decode(_tokenize_decoder, body)
 
 

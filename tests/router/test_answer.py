@@ -20,7 +20,7 @@ from router.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
-async def test_a_client_that_stops_reading(tokenizer: Tokenizer, num_prompts: int) -> None:
+async def test_s10_p23_a_client_that_stops_reading(tokenizer: Tokenizer, num_prompts: int) -> None:
     generator = FakeGenerator()
     generator.script = deltas([100] * 5, "length")
     sent: list[Any] = []

@@ -116,3 +116,28 @@ def test_the_window_stays_small() -> None:
     shown = "".join(pieces(detokenizer, ids))
     assert shown == decode([token_id for token_id in ids if token_id != 7])
     assert max(lengths[:-1]) <= 2 * WindowDetokenizer.MAX_PENDING
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_f4_f5_the_tokens_bytes_are_the_texts(tokenizer: Tokenizer, byte_fallback: Tokenizer, text: str) -> None:
+    """No stand-ins for bytes and spaces in a token's name; half characters join to whole ones."""
+    ids = tokenizer._backend.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    ids = byte_fallback._backend.encode(text, add_special_tokens=False).ids
+    assert b"".join(map(byte_fallback.token_bytes, ids)).decode() == byte_fallback._backend.normalizer.normalize_str(
+        text
+    ).replace("▁", " ")
+
+
+def test_special_tokens_have_names_and_show_on_request(tokenizer: Tokenizer, byte_fallback: Tokenizer) -> None:
+    for one, ids, shown in (
+        (tokenizer, [1, 8305, 2], "<|im_start|>{}<|im_end|>"),
+        (byte_fallback, [0, 260, 261, 1], "<s>{}</s>"),
+    ):
+        plain = one.decode(ids)
+        assert "<" not in plain
+        whole = "".join(pieces(one.detokenizer(show_special=True), ids))
+        assert whole == one.decode(ids, show_special=True)
+        assert whole.replace(" ", "") == shown.format(plain).replace(" ", "")
+        assert "".join(pieces(one.detokenizer(), ids)) == plain
+        assert one.token_bytes(ids[0]).decode() == shown.partition("{}")[0]

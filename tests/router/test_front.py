@@ -30,7 +30,7 @@ async def frames(front: Front, path: str, body: dict[str, Any]) -> list[dict[str
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
-async def test_a_completion(front: Front) -> None:
+async def test_c8_a_completion(front: Front) -> None:
     ids = front.replay(TEXT, "stop", cached=2)
     answer = await front.client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=64)
     assert answer.object == "text_completion"
@@ -46,7 +46,7 @@ async def test_a_completion(front: Front) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
 
 
-async def test_a_chat(front: Front) -> None:
+async def test_c8_a_chat(front: Front) -> None:
     front.replay(TEXT, "stop")
     answer = await front.client.chat.completions.create(model=MODEL, messages=HELLO)  # type: ignore[arg-type]
     assert answer.object == "chat.completion"
@@ -60,7 +60,7 @@ async def test_a_chat(front: Front) -> None:
 
 
 @pytest.mark.parametrize("per_delta", [1, 3, 1000])
-async def test_streams_show_the_same_text(front: Front, per_delta: int) -> None:
+async def test_s4_streams_show_the_same_text(front: Front, per_delta: int) -> None:
     front.replay(TEXT, "stop", per_delta=per_delta)
     shown = ""
     async for chunk in await front.client.completions.create(model=MODEL, prompt="x", stream=True):
@@ -69,7 +69,7 @@ async def test_streams_show_the_same_text(front: Front, per_delta: int) -> None:
     assert shown == TEXT
 
 
-async def test_the_stream_helper_sees_one_role_and_one_finish(front: Front) -> None:
+async def test_s2_s3_the_stream_helper_sees_one_role_and_one_finish(front: Front) -> None:
     ids = front.replay(TEXT, "stop", cached=1)
     options: Any = {"stream_options": {"include_usage": True}}
     async with front.client.chat.completions.stream(model=MODEL, messages=HELLO, **options) as stream:  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ async def test_the_synchronous_client(front: Front) -> None:
     assert await asyncio.to_thread(stream) == TEXT
 
 
-async def test_chat_frames(front: Front) -> None:
+async def test_s1_s2_d10_chat_frames(front: Front) -> None:
     front.replay("One two", "length")
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 2, "stream_options": {"include_usage": True}}
     seen = await frames(front, "/v1/chat/completions", body)
@@ -110,14 +110,14 @@ async def test_chat_frames(front: Front) -> None:
     assert all("usage" not in frame for frame in seen[:-1])
 
 
-async def test_usage_in_every_frame(front: Front) -> None:
+async def test_s7_usage_in_every_frame(front: Front) -> None:
     front.replay("One two three")
     body = {"prompt": "x", "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     seen = await frames(front, "/v1/completions", body)
     assert [frame["usage"]["completion_tokens"] for frame in seen] == [1, 2, 3, 3]
 
 
-async def test_no_role_before_the_first_token(front: Front) -> None:
+async def test_s2_no_role_before_the_first_token(front: Front) -> None:
     gate = asyncio.Event()
     front.generator.script = [gate, *deltas([100], "length")]
     request = front.http.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True})
@@ -146,7 +146,7 @@ async def test_no_role_before_the_first_token(front: Front) -> None:
         (None, TEXT),
     ],
 )
-async def test_stop_strings_cut_across_tokens(
+async def test_s6_e1_stop_strings_cut_across_tokens(
     front: Front, stop: Any, shown: str, stream: bool, per_delta: int
 ) -> None:
     front.replay(TEXT, "stop", per_delta=per_delta)
@@ -172,7 +172,7 @@ async def test_a_stop_string_is_counted_and_the_rest_is_not(front: Front) -> Non
     assert answer.usage.completion_tokens == 3
 
 
-async def test_half_a_character_at_the_end(front: Front) -> None:
+async def test_s5_half_a_character_at_the_end(front: Front) -> None:
     ids = front.tokenizer._backend.encode("🦜", add_special_tokens=False).ids
     assert len(ids) > 1
     front.generator.script = deltas(ids[:-1], "length")
@@ -180,7 +180,7 @@ async def test_half_a_character_at_the_end(front: Front) -> None:
     assert [frame["choices"][0]["text"] for frame in seen] == ["\ufffd"]
 
 
-async def test_eos_first(front: Front) -> None:
+async def test_q3_eos_first(front: Front) -> None:
     front.replay("", "stop")
     answer = await front.client.completions.create(model=MODEL, prompt="x", max_tokens=1)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
@@ -192,7 +192,7 @@ async def test_eos_first(front: Front) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "bb cc"], [[1, 2], [3]]])
-async def test_a_list_of_prompts(front: Front, prompt: Any) -> None:
+async def test_l2_l6_a_list_of_prompts(front: Front, prompt: Any) -> None:
     ids = front.replay("One two")
     answer = await front.client.completions.create(model=MODEL, prompt=prompt)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "One two"), (1, "One two")]
@@ -239,20 +239,20 @@ async def test_sampling_reaches_the_generator(front: Front) -> None:
     assert generation.cache_salt == "me"
 
 
-async def test_the_default_length_of_a_completion(front: Front) -> None:
+async def test_l7_the_default_length_of_a_completion(front: Front) -> None:
     front.replay("x")
     await front.http.post("/v1/completions", json={"prompt": "x"})
     await front.http.post("/v1/completions", json={"prompt": [7] * (CONTEXT - 3)})
     assert [seen.sampling.max_tokens for seen in front.generator.seen] == [16, 3]
 
 
-async def test_an_exact_fit(front: Front) -> None:
+async def test_c3_an_exact_fit(front: Front) -> None:
     front.replay("x")
     body = {"prompt": [7] * (CONTEXT - 10), "max_tokens": 10}
     assert (await front.http.post("/v1/completions", json=body)).status_code == 200
 
 
-async def test_what_clients_send_without_meaning_it(front: Front) -> None:
+async def test_c2_c4_l5_what_clients_send_without_meaning_it(front: Front) -> None:
     front.replay("x")
     body = {
         "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
@@ -282,7 +282,7 @@ async def test_what_clients_send_without_meaning_it(front: Front) -> None:
     assert (await front.http.post("/v1/completions", json=legacy)).status_code == 200
 
 
-async def test_models(front: Front) -> None:
+async def test_m1_m3_models(front: Front) -> None:
     listed = await front.client.models.list()
     assert [model.id for model in listed.data] == [MODEL]
     card = await front.client.models.retrieve(MODEL)
@@ -294,19 +294,19 @@ async def test_models(front: Front) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models"])
-async def test_operators_routes(front: Front, path: str) -> None:
+async def test_h1_t1_t3_operators_routes(front: Front, path: str) -> None:
     assert (await front.http.get(path)).status_code == 200
     assert (await front.http.get(path + "/")).status_code == 200
     head = await front.http.head(path)
     assert (head.status_code, head.content) == (200, b"")
 
 
-async def test_a_trailing_slash_is_no_redirect(front: Front) -> None:
+async def test_t1_a_trailing_slash_is_no_redirect(front: Front) -> None:
     front.replay("x")
     assert (await front.http.post("/v1/completions/", json={"prompt": "x"})).status_code == 200
 
 
-async def test_request_ids_are_echoed_if_they_are_harmless(front: Front) -> None:
+async def test_t10_request_ids_are_echoed_if_they_are_harmless(front: Front) -> None:
     for offered, kept in (("abc-1_2.3", True), ("x" * 128, True), ("x" * 129, False), ("a b", False), ('"', False)):
         echoed = (await front.http.get("/health", headers={"x-request-id": offered})).headers["x-request-id"]
         assert (echoed == offered) == kept
@@ -318,7 +318,7 @@ async def test_request_ids_are_echoed_if_they_are_harmless(front: Front) -> None
     assert "same" not in raw.parse().id
 
 
-async def test_metrics(front: Front) -> None:
+async def test_x1_metrics(front: Front) -> None:
     front.replay("One two three", cached=1)
     ok = front.metrics.count("completions", "ok")
     await front.http.post("/v1/completions", json={"prompt": "x"})

@@ -41,7 +41,7 @@ async def check_healthy(front: Front) -> None:
         (EngineError("Bad numbers."), None, "error"),
     ],
 )
-async def test_an_error_before_the_first_token(
+async def test_d7_an_error_before_the_first_token(
     front: Front,
     error: BatonError,
     retry_after: str | None,
@@ -89,7 +89,7 @@ async def test_a_bug_in_the_front_itself(front: Front, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("error", [WorkerLostError("A node was lost."), RuntimeError("secret state")])
-async def test_an_error_in_the_middle(front: Front, path: str, body: dict[str, Any], error: Exception) -> None:
+async def test_s8_d6_an_error_in_the_middle(front: Front, path: str, body: dict[str, Any], error: Exception) -> None:
     front.generator.script = [*deltas([100, 101], None), error]
     response = await front.http.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}})
     assert response.status_code == 200
@@ -117,7 +117,7 @@ async def test_openai_sees_an_error_in_the_middle(front: Front) -> None:
 
 
 @pytest.mark.parametrize("script", [[], deltas([100, 101], None)], ids=["at once", "after tokens"])
-async def test_a_generation_that_just_stops_is_an_error(front: Front, script: Any) -> None:
+async def test_j1_a_generation_that_just_stops_is_an_error(front: Front, script: Any) -> None:
     front.generator.script = script
     response = await front.http.post(COMPLETIONS, json={"prompt": "x"})
     assert response.status_code == 500
@@ -158,7 +158,7 @@ async def leave(front: Front, path: str, body: dict[str, Any], *, after: bytes) 
     [(False, 0), (False, 2), (True, 0), (True, 2)],
     ids=["waiting", "whole", "queued", "midway"],
 )
-async def test_a_client_that_leaves(
+async def test_q1_i1_a_client_that_leaves(
     front: Front, path: str, body: dict[str, Any], stream: bool, num_tokens: int
 ) -> None:
     endpoint = "chat" if path == CHAT else "completions"

@@ -76,7 +76,7 @@ async def post(front: Front, path: str, content: bytes | str, **headers: str) ->
     ],
     ids=range(24),
 )
-async def test_bodies_that_are_no_request(front: Front, path: str, content: bytes) -> None:
+async def test_h5_h7_bodies_that_are_no_request(front: Front, path: str, content: bytes) -> None:
     await check_refusal(front, await post(front, path, content), 400)
 
 
@@ -131,9 +131,7 @@ _SHARED += [
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("field", "value"), _SHARED, ids=[f"{field}-{value[:24]}" for field, value in _SHARED])
-async def test_fields_of_both_endpoints(front: Front, path: str, field: str, value: str) -> None:
-    if field == "best_of" and path == CHAT:
-        pytest.skip("no field of chat")
+async def test_c3_c4_c10_fields_of_both_endpoints(front: Front, path: str, field: str, value: str) -> None:
     prompt = f'"messages": {json.dumps(HELLO)}' if path == CHAT else f'"prompt": "{SECRET}"'
     error = await check_refusal(front, await post(front, path, f'{{{prompt}, "{field}": {value}}}'), 400)
     assert error["type"] == "invalid_request_error"
@@ -150,7 +148,7 @@ async def test_fields_of_both_endpoints(front: Front, path: str, field: str, val
         "[9999999999999999999999]", json.dumps(["x"] * 129),
     ],
 )  # fmt: skip
-async def test_prompts(front: Front, value: str) -> None:
+async def test_l1_prompts(front: Front, value: str) -> None:
     error = await check_refusal(front, await post(front, COMPLETIONS, f'{{"prompt": {value}}}'), 400)
     assert str(error["param"]).startswith("prompt")
 
@@ -159,6 +157,7 @@ async def test_prompts(front: Front, value: str) -> None:
     ("field", "value"),
     [
         ("best_of", 0),
+        ("best_of", 2),
         ("best_of", True),
         ("best_of", 2**63),
         ("suffix", SECRET),
@@ -172,7 +171,7 @@ async def test_prompts(front: Front, value: str) -> None:
         ("max_tokens", 0),
     ],
 )
-async def test_fields_of_completions(front: Front, field: str, value: Any) -> None:
+async def test_l3_l4_l5_fields_of_completions(front: Front, field: str, value: Any) -> None:
     response = await front.http.post(COMPLETIONS, json={"prompt": SECRET, field: value})
     assert (await check_refusal(front, response, 400))["param"] == field
 
@@ -197,12 +196,12 @@ async def test_fields_of_completions(front: Front, field: str, value: Any) -> No
         (["xyzzy"], "messages[0]"),
     ],
 )
-async def test_messages(front: Front, messages: Any, param: str) -> None:
+async def test_c1_messages(front: Front, messages: Any, param: str) -> None:
     response = await front.http.post(CHAT, json={"messages": messages})
     assert (await check_refusal(front, response, 400))["param"] == param
 
 
-async def test_a_content_part_is_named(front: Front) -> None:
+async def test_c2_a_content_part_is_named(front: Front) -> None:
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     with pytest.raises(openai.BadRequestError, match="image_url"):
         await front.client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
@@ -228,7 +227,7 @@ async def test_a_content_part_is_named(front: Front) -> None:
         ("max_completion_tokens", "xyzzy"),
     ],
 )
-async def test_fields_of_chat(front: Front, field: str, value: Any) -> None:
+async def test_c5_c6_c7_fields_of_chat(front: Front, field: str, value: Any) -> None:
     response = await front.http.post(CHAT, json={"messages": HELLO, field: value})
     assert (await check_refusal(front, response, 400))["param"] == field
 
@@ -255,7 +254,7 @@ async def test_two_forms_of_answer_cannot_be_had_at_once(front: Front) -> None:
         (CHAT, {"messages": [{"role": "user", "content": f"{SECRET} " * 100_000}], "stream": True}),
     ],
 )
-async def test_overflow(front: Front, path: str, body: dict[str, Any]) -> None:
+async def test_c3_overflow(front: Front, path: str, body: dict[str, Any]) -> None:
     error = await check_refusal(front, await front.http.post(path, json=body), 400, "context_length_exceeded")
     assert f"This model's maximum context length is {CONTEXT} tokens" in error["message"]
     assert "context_length_exceeded" in error["message"]
@@ -269,7 +268,7 @@ async def test_a_small_pool_limits_the_request(front: Front) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_an_unknown_model(front: Front, path: str) -> None:
+async def test_m4_an_unknown_model(front: Front, path: str) -> None:
     response = await front.http.post(path, json={"model": SECRET, "prompt": "x", "messages": HELLO})
     await check_refusal(front, response, 404, "model_not_found")
 
@@ -286,23 +285,23 @@ async def test_an_unknown_model(front: Front, path: str) -> None:
         {"content_encoding": "br"},
     ],
 )
-async def test_media_types(front: Front, headers: dict[str, str]) -> None:
+async def test_t4_t5_media_types(front: Front, headers: dict[str, str]) -> None:
     content = gzip.compress(b'{"prompt": "x"}') if headers.get("content_encoding") else b'{"prompt": "xyzzy"}'
     await check_refusal(front, await post(front, COMPLETIONS, content, **headers), 415)
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", 'APPLICATION/JSON;charset="UTF-8"'])
-async def test_json_media_types_pass(front: Front, kind: str) -> None:
+async def test_t4_json_media_types_pass(front: Front, kind: str) -> None:
     front.replay("x")
     assert (await post(front, COMPLETIONS, b'{"prompt": "x"}', content_type=kind)).status_code == 200
 
 
-async def test_a_large_body(front: Front) -> None:
+async def test_t6_a_large_body(front: Front) -> None:
     body = {"prompt": SECRET * (1 << 18)}
     await check_refusal(front, await front.http.post(COMPLETIONS, json=body), 413, "request_too_large")
 
 
-async def test_a_large_body_of_undeclared_length(front: Front) -> None:
+async def test_t6_a_large_body_of_undeclared_length(front: Front) -> None:
     async def chunks() -> Any:
         for _ in range(40):
             yield b"x" * (1 << 15)
@@ -313,7 +312,7 @@ async def test_a_large_body_of_undeclared_length(front: Front) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/responses", "/xyzzy", "/docs", "/v1/messages"])
-async def test_unknown_paths(front: Front, path: str) -> None:
+async def test_t2_h2_unknown_paths(front: Front, path: str) -> None:
     await check_refusal(front, await front.http.get(path), 404, "not_found")
     front.generator.reset()
     await check_refusal(front, await front.http.post(path, json={}), 404, "not_found")
@@ -322,7 +321,7 @@ async def test_unknown_paths(front: Front, path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", CHAT), ("PUT", COMPLETIONS), ("DELETE", "/v1/models"), ("POST", "/health")]
 )
-async def test_wrong_methods(front: Front, method: str, path: str) -> None:
+async def test_t2_wrong_methods(front: Front, method: str, path: str) -> None:
     response = await front.http.request(method, path)
     assert response.headers["allow"]
     await check_refusal(front, response, 405, "method_not_allowed")

@@ -26,7 +26,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("line", [b"x: " + b"a" * 1000 + b"\r\n", b"a" * 1000], ids=["many headers", "one header"])
-async def test_a_head_without_end(front: Front, line: bytes) -> None:
+async def test_t7_p3_a_head_without_end(front: Front, line: bytes) -> None:
     reader, writer = await connect(front)
     writer.write(b"GET /health HTTP/1.1\r\nx: ")
     closed = asyncio.create_task(reader.read())
@@ -49,7 +49,7 @@ async def test_a_head_of_ordinary_size(front: Front) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"GET /health HTT"], ids=["nothing", "half a line"])
-async def test_a_slow_head(front: Front, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_t8_p23_a_slow_head(front: Front, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.01)
     reader, writer = await connect(front)
     writer.write(content)
