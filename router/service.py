@@ -36,6 +36,7 @@ from router.protocol import BoundedHttpProtocol
 from router.queue import WaitingLine
 from router.registry import NodeRegistry
 from router.tokenizer import Tokenizer
+from router.tool_formats import ParserName, ToolFormat
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class RouterConfig:
     admin_port: int | None = None
     num_workers: int = 1
     reuse_port: bool = False
+    tool_call_parser: ParserName = "auto"
 
 
 async def serve(config: RouterConfig) -> int:
@@ -87,6 +89,7 @@ async def serve(config: RouterConfig) -> int:
             max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
             version=_version(),
             cors_origins=config.cors_origins,
+            tool_format=_tool_format(config, tokenizer),
         )
         metrics = Metrics()
         metrics.registry.register(ClusterMetrics(plant.registry, plant.line, plant.switchboard))
@@ -217,6 +220,13 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0") from error
     return sock
+
+
+def _tool_format(config: RouterConfig, tokenizer: Tokenizer) -> ToolFormat:
+    try:
+        return tokenizer.tool_format(config.tool_call_parser)
+    except ValueError as error:
+        raise ConfigError(f"--tool-call-parser {config.tool_call_parser}: {error}") from error
 
 
 def _version() -> str:
