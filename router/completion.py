@@ -97,7 +97,7 @@ class ReplyFormat(Protocol):
         ...
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None, *, with_ids: bool) -> bytes:
-        """One chunk of one choice."""
+        """One chunk of one choice, or more if it has several calls."""
         ...
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -182,15 +182,22 @@ class ChatFormat:
         return _event(chunk)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None, *, with_ids: bool) -> bytes:
+        # openai's helper ends a call when a later frame brings another one, or the finish: each has its own frame.
+        deltas = [Delta(content=piece.text)] if piece.text else []
+        deltas += [Delta(tool_calls=[self._call_delta(index, call)]) for call in piece.calls]
+        if not deltas or (piece.calls and piece.finish_reason is not None):
+            deltas.append(Delta())
+        *early, last = deltas
+        choices = [ChunkChoice(index=index, delta=delta, finish_reason=None) for delta in early]
         choice = ChunkChoice(
             index=index,
-            delta=Delta(content=piece.text or UNSET, tool_calls=self._call_deltas(index, piece.calls) or UNSET),
+            delta=last,
             logprobs=chat_logprobs(piece.entries, self._head.names) if piece.entries else None,
             finish_reason="tool_calls" if piece.ends_by_call else piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if with_ids else UNSET,
         )
-        return _event(self._chunk([choice], usage))
+        return b"".join(_event(self._chunk([one], usage)) for one in (*choices, choice))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return _event(self._chunk([], usage))
@@ -215,11 +222,8 @@ class ChatFormat:
         ]
         return AssistantMessage("assistant", piece.text or None, calls)
 
-    def _call_deltas(self, index: int, calls: Sequence[Call]) -> list[CallDelta]:
-        return [
-            CallDelta(call.index, self._call_id(index, call), CalledFunction(call.name, call.arguments))
-            for call in calls
-        ]
+    def _call_delta(self, index: int, call: Call) -> CallDelta:
+        return CallDelta(call.index, self._call_id(index, call), CalledFunction(call.name, call.arguments))
 
     def _call_id(self, index: int, call: Call) -> str:
         """Unique among all answers, and shorter than the 40 characters that OpenAI takes back."""

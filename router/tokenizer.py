@@ -123,7 +123,7 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.source
 
     def tool_format(self, wanted: ParserName = "auto") -> ToolFormat:
-        """How the model writes calls of tools. Raises :class:`ValueError` for one that its chat template cannot ask for."""
+        """How the model writes calls of tools. Raises :class:`ValueError` where its chat template contradicts."""
         template = self._chat_template
         if template is None:
             return format_of(wanted, "", knows_tools=False)
