@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,18 @@ from cluster.errors import InvalidRequestError
 from router.tool_formats import plain_messages
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# A template is a program: messages that it did not expect fail in any of these ways.
+_FAILURES: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -79,7 +92,7 @@ class ChatTemplate:
         if tools is not None and self._tool_template is not None:
             template = self._tool_template
         elif not self._takes_tools:
-            messages, tools = plain_messages(messages, tools), None
+            messages, tools = plain_messages(messages, tools, takes_system=self._takes_system), None
         try:
             return template.render(
                 messages=list(messages),
@@ -90,9 +103,18 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise self._refusal(error.message) from None
-        # A template is a program: messages that it did not expect fail in any of these ways.
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError):
+        except _FAILURES:
             raise self._refusal(None) from None
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the words of a system message get into the text: some templates refuse them, some drop them."""
+        words = "Be brief."
+        probe = [{"role": "system", "content": words}, {"role": "user", "content": "Hello"}]
+        try:
+            return words in self._template.render(messages=probe, tools=None, documents=None, **self.special_tokens)
+        except _FAILURES:
+            return False
 
     def _refusal(self, reason: str | None) -> InvalidRequestError:
         text = "The model's chat template does not accept these messages"

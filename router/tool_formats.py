@@ -102,12 +102,13 @@ For each function call, return a json object with function name and arguments wi
 
 
 def plain_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, takes_system: bool = True
 ) -> list[dict[str, Any]]:
     """The conversation for a template that knows no tools: all that has to do with them is text, as Hermes has it.
 
-    The tools stand in the system message, calls in the assistant's words, what they returned in the user's. Raises
-    :class:`InvalidRequestError` for a call whose arguments cannot be written.
+    The tools stand in the system message (before the first words, where the template ``takes_system`` messages not),
+    calls in the assistant's words, what they returned in the user's. Raises :class:`InvalidRequestError` for a call
+    whose arguments cannot be written.
     """
     plain: list[dict[str, Any]] = []
     after_tool = False
@@ -129,6 +130,8 @@ def plain_messages(
         instructions = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if plain and plain[0]["role"] == "system":
             plain[0]["content"] = f"{plain[0]['content']}\n\n{instructions}"
+        elif plain and not takes_system:
+            plain[0]["content"] = f"{instructions}\n\n{plain[0]['content']}"
         else:
             plain.insert(0, {"role": "system", "content": instructions})
     return plain
