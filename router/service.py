@@ -77,6 +77,7 @@ async def serve(config: RouterConfig) -> int:
     tokenizer = Tokenizer.from_directory(
         files.directory, eos_token_ids=facts.eos_token_ids, vocab_size=facts.vocab_size
     )
+    tool_format = _tool_format(config, tokenizer)
     async with AsyncExitStack() as stack:
         try:
             channel = await stack.enter_async_context(Channel(config.cluster))
@@ -89,7 +90,7 @@ async def serve(config: RouterConfig) -> int:
             max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
             version=_version(),
             cors_origins=config.cors_origins,
-            tool_format=_tool_format(config, tokenizer),
+            tool_format=tool_format,
         )
         metrics = Metrics()
         metrics.registry.register(ClusterMetrics(plant.registry, plant.line, plant.switchboard))

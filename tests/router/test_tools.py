@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tokenizers
 from cluster.model_store import read_config
 from cluster.request import Grammar, RequestId, RequestKey
 from engine.grammar import GrammarError, Grammars
+from router.__main__ import main
 from router.chat_template import ChatTemplate
 from router.conversation import ChatMessage, template_messages
 from router.grammars import compile_grammar
@@ -189,6 +191,16 @@ def test_which_format(
             tokenizer.tool_format(wanted)
     else:
         assert tokenizer.tool_format(wanted) == expected
+
+
+def test_a_router_does_not_start_with_a_format_that_its_model_is_not_told_of(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("router.__main__.setup_logging", lambda _process: None)  # pytest's handlers stay
+    options = ["--model", str(model_directory), "--redis", "redis://127.0.0.1:1/0", "--tool-call-parser", "llama3_json"]
+    monkeypatch.setattr(sys, "argv", ["router", *options])
+    assert main() == 2
+    assert "--tool-call-parser llama3_json" in capsys.readouterr().err
 
 
 def test_markers_are_seen_where_they_are_special_tokens(model_directory: Path) -> None:
