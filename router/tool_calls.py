@@ -57,6 +57,8 @@ class CallReader:
 
     def feed(self, text: str) -> str:
         """Take the next text."""
+        if self._state == self._in_text and self._opening[0] not in text:
+            return text  # as most texts are
         for char in text:
             self._state(char)
         return self._take()

@@ -20,7 +20,7 @@ from router.tool_formats import CallRules, ToolFormat
 
 MAX_TOOLS: Final = 128
 # Room for the names and quotes that a grammar puts around the schemas.
-MAX_TOOLS_LEN: Final = MAX_GRAMMAR_LEN * 3 // 4
+MAX_TOOLS_BYTES: Final = MAX_GRAMMAR_LEN * 3 // 4
 _NAME_PATTERN: Final = "^[A-Za-z0-9_-]{1,64}$"
 _NAME: Final = re.compile(_NAME_PATTERN)
 # What json.dumps writes, and chat templates with it: models have seen their calls so. No other blanks are possible
@@ -94,7 +94,7 @@ class ToolUse:
     def wish(self, written: ToolFormat) -> Structure:
         """The grammar of an answer that is nothing but calls."""
         callable_ = [one for one in self.functions if self.named in (None, one.name)]
-        schemas = {one.name: json.dumps(_arguments_schema(one)) for one in callable_}
+        schemas = {one.name: json.dumps(_arguments_schema(one), ensure_ascii=False) for one in callable_}
         return Structure("lark", written.grammar(schemas, single=not self.parallel), "tools")
 
 
@@ -132,8 +132,8 @@ def check_tools(functions: Sequence[OfferedFunction]) -> None:
         if function.parameters and function.parameters.get("type", "object") != "object":
             text = f"`{param}.parameters` must be the JSON schema of an object."
             raise InvalidRequestError(text, param=f"{param}.parameters")
-    if len(json.dumps([shown(function) for function in functions])) > MAX_TOOLS_LEN:
-        raise InvalidRequestError(f"`tools` is longer than {MAX_TOOLS_LEN} characters.", param="tools")
+    if len(msgspec.json.encode([shown(function) for function in functions])) > MAX_TOOLS_BYTES:
+        raise InvalidRequestError(f"`tools` is longer than {MAX_TOOLS_BYTES} bytes.", param="tools")
 
 
 def shown(function: OfferedFunction) -> dict[str, Any]:

@@ -9,35 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front_harness import CONTEXT, MODEL, Front
+from front_harness import CHAT, COMPLETIONS, CONTEXT, HELLO, MODEL, SECRET, Front, check_refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-SECRET = "xyzzy"
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-HELLO = [{"role": "user", "content": SECRET}]
-
-
-async def check_refusal(front: Front, response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
-    """One refusal's shape, and that the server is as well as before."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    assert list(response.json()) == ["error"]
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert isinstance(error["code"], str)
-    if code is not None:
-        assert error["code"] == code
-    assert SECRET not in response.text
-    assert "/" not in error["message"].replace("/v1/", "").replace("application/json", "")
-    assert response.headers["x-request-id"]
-    assert (await front.http.get("/health")).status_code == 200
-    assert front.generator.seen == []
-    front.replay("ok")
-    assert (await front.http.post(COMPLETIONS, json={"prompt": "x"})).json()["choices"][0]["text"] == "ok"
-    return error
 
 
 async def post(front: Front, path: str, content: bytes | str, **headers: str) -> httpx.Response:
@@ -238,57 +212,6 @@ async def test_c2_a_content_part_is_named(front: Front) -> None:
 async def test_c5_c6_c7_fields_of_chat(front: Front, field: str, value: Any) -> None:
     response = await front.http.post(CHAT, json={"messages": HELLO, field: value})
     assert (await check_refusal(front, response, 400))["param"] == field
-
-
-def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **more}}
-
-
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        (["xyzzy"], "tools[0]"),
-        ([{"type": "function"}], "tools[0].function"),
-        ([{"type": "xyzzy", "function": {"name": "f"}}], "tools[0].type"),
-        ([{"function": {"name": "f"}}], "tools[0].type"),
-        ([tool(5)], "tools[0].function.name"),
-        ([tool("")], "tools[0].function.name"),
-        ([tool("xyzzy xyzzy")], "tools[0].function.name"),
-        ([tool("f\n")], "tools[0].function.name"),
-        ([tool("é")], "tools[0].function.name"),
-        ([tool("f" * 65)], "tools[0].function.name"),
-        ([tool(), tool("xyzzy"), tool()], "tools[2].function.name"),
-        ([tool(description=5)], "tools[0].function.description"),
-        ([tool(strict="xyzzy")], "tools[0].function.strict"),
-        ([tool(parameters=[])], "tools[0].function.parameters"),
-        ([tool(parameters="xyzzy")], "tools[0].function.parameters"),
-        ([tool(parameters={"type": "string"})], "tools[0].function.parameters"),
-        ([tool(parameters={"type": None})], "tools[0].function.parameters"),
-        ([tool(f"f{number}") for number in range(129)], "tools"),
-        ([tool(description="xyzzy" * 20_000)], "tools"),
-    ],
-)
-@pytest.mark.parametrize("choice", [None, "none", "required"])
-async def test_c7_tools(front: Front, tools: Any, param: str, choice: str | None) -> None:
-    response = await front.http.post(CHAT, json={"messages": HELLO, "tools": tools, "tool_choice": choice})
-    assert (await check_refusal(front, response, 400))["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": {"type": "function", "function": {"name": "xyzzy"}}}, "tool_choice"),
-        ({"tool_choice": {"type": "xyzzy", "function": {"name": "f"}}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "guided_regex": "a"}, "guided_regex"),
-        ({"tool_choice": "required", "tools": [tool(parameters={"$ref": "#nothing"})]}, "tools"),
-        ({"tool_choice": "required", "tools": [tool(parameters={"properties": {"a": {"type": "xyz"}}})]}, "tools"),
-    ],
-)
-async def test_c7_tool_choice(front: Front, fields: dict[str, Any], param: str) -> None:
-    response = await front.http.post(CHAT, json={"messages": HELLO, "tools": [tool()]} | fields)
-    assert (await check_refusal(front, response, 400))["param"] == param
 
 
 async def test_two_forms_of_answer_cannot_be_had_at_once(front: Front) -> None:
