@@ -17,6 +17,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, get_args
@@ -36,6 +37,7 @@ _NUM_PARTS: Final = 16
 _NUM_PHASES: Final = 64
 # Reading all of a small block costs no more than choosing what to read.
 _ALWAYS_FULL_BYTES: Final = 16 << 10
+_NOTHING: Final = np.zeros((0, 0), np.intp)
 _IDENTITY: Final = struct.Struct(">QQQ")
 
 
@@ -98,7 +100,7 @@ class Digester:
         block_bytes = pool.shape[1]
         # Made once: cutting a block into lines takes longer than reading the samples.
         self._lines = _lines(pool).reshape(len(pool), -1, _LINE_BYTES // 8) if _is_sampled(block_bytes) else None
-        self._sampled = _sampled_lines(block_bytes // _LINE_BYTES) if _is_sampled(block_bytes) else ()
+        self._sampled = np.stack(_sampled_lines(block_bytes // _LINE_BYTES)) if self._lines is not None else _NOTHING
         self._lock = threading.Lock()
         self._failures = 0
         self._seconds = 0.0
@@ -115,13 +117,7 @@ class Digester:
 
     def take(self, block_id: int, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a local block, for a receiver that asks for ``mode``."""
-        if mode != "sampled" or self._lines is None:
-            return self.take_of(self._pool[block_id], identity, mode)
-        began = time.perf_counter()
-        sample = self._lines[block_id].take(self._sampled[identity.index % _NUM_PHASES], axis=0)
-        digest = xxhash.xxh3_64_intdigest(sample.data, _seed(identity))
-        self._spent(began)
-        return digest
+        return self.take_all([(block_id, identity)], mode)[0]
 
     def take_of(self, block: Block, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a block that is not in the pool."""
@@ -131,6 +127,32 @@ class Digester:
         digest = block_digest(block, identity, mode)
         self._spent(began)
         return digest
+
+    def take_all(self, blocks: Sequence[tuple[int, BlockIdentity]], mode: DigestMode) -> list[int]:
+        """The digests of several local blocks; the samples of all are read in one go."""
+        if mode == "off":
+            return [0] * len(blocks)
+        began = time.perf_counter()
+        if mode == "sampled" and self._lines is not None:
+            digests = self._sample(blocks, self._lines)
+        else:
+            digests = [block_digest(self._pool[block_id], identity, mode) for block_id, identity in blocks]
+        self._spent(began)
+        return digests
+
+    def _sample(self, blocks: Sequence[tuple[int, BlockIdentity]], lines: npt.NDArray[np.uint64]) -> list[int]:
+        if len(blocks) == 1:
+            ((block_id, identity),) = blocks
+            sample = lines[block_id].take(self._sampled[identity.index % _NUM_PHASES], axis=0)
+            return [xxhash.xxh3_64_intdigest(sample.data, _seed(identity))]
+        block_ids = np.fromiter((block_id for block_id, _ in blocks), np.intp, len(blocks))
+        phases = np.fromiter((identity.index % _NUM_PHASES for _, identity in blocks), np.intp, len(blocks))
+        rows = self._sampled[phases] + (block_ids * lines.shape[1])[:, None]
+        samples = lines.reshape(-1, lines.shape[2]).take(rows, axis=0)
+        return [
+            xxhash.xxh3_64_intdigest(sample.data, _seed(identity))
+            for sample, (_, identity) in zip(samples, blocks, strict=True)
+        ]
 
     def fits(self, block_id: int, identity: BlockIdentity, digest: int | None) -> bool:
         """Whether a block that landed holds what its sender says. A block that came without a digest does not."""

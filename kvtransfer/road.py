@@ -62,9 +62,12 @@ class RoadContext:
         On the transport's thread, before anything else: a block that its owner loses too early, while it waits for
         a slow link, is caught by the receiver.
         """
-        for item in self.sends.waiting(push, limit):
-            if item.index not in push.digests:
-                push.digests[item.index] = self._take_digest(push, item)
+        items = [item for item in self.sends.waiting(push, limit) if item.index not in push.digests]
+        ours = [item for item in items if item.run is None]
+        blocks = [(item.block_id, _identity(push, item)) for item in ours]
+        digests = self.digester.take_all(blocks, push.ticket.hello.digest)
+        push.digests.update(zip((item.index for item in ours), digests, strict=True))
+        push.digests.update((item.index, self._take_digest(push, item)) for item in items if item.run is not None)
 
     def digest(self, push: Push, item: PushItem) -> int:
         """Sender: what goes out with this block."""
@@ -94,7 +97,7 @@ class RoadContext:
             self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
 
     def _take_digest(self, push: Push, item: PushItem) -> int:
-        identity, mode = BlockIdentity(push.ticket_id, item.index, item.handle.generation), push.ticket.hello.digest
+        identity, mode = _identity(push, item), push.ticket.hello.digest
         if item.run is None:
             return self.digester.take(item.block_id, identity, mode)
         block = push.staged.get(item.index)
@@ -108,6 +111,10 @@ class RoadContext:
         if self.regrouper is None:
             raise RuntimeError("the plane let tokens through that it cannot cut")
         return self.regrouper.gather(run, push.block_bytes)
+
+
+def _identity(push: Push, item: PushItem) -> BlockIdentity:
+    return BlockIdentity(push.ticket_id, item.index, item.handle.generation)
 
 
 class Road(ABC):

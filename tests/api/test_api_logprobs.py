@@ -63,6 +63,35 @@ def test_c8_echo_is_log_softmax_at_every_length_under_load(
             assert "".join(choice["logprobs"]["tokens"][: len(prompt)]) == text_tokenizer.decode(prompt)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_l2_l3_every_choice_of_every_prompt_shows_it_and_its_values(
+    stack: Stack, http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, log_softmax: LogSoftmax, stream: bool
+) -> None:
+    """Index i * n + j; the prompt is scored once for its choices, which then differ."""
+    prompts = prompts_of(text_tokenizer)[:2]
+    computed = stack.total("prefill", "baton_prefill_computed_tokens_total")
+    body = {"prompt": prompts, "n": 3, "echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 1.5, "seed": 3}
+    options = {"return_token_ids": True, "stream": stream}
+    response = http.post("/v1/completions", json=body | options)
+    if stream:
+        events = response.text.split("\n\n")[:-2]
+        chunks = [choice for event in events for choice in json.loads(event.removeprefix("data: "))["choices"]]
+    else:
+        chunks = response.json()["choices"]
+        assert response.json()["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert stack.total("prefill", "baton_prefill_computed_tokens_total") - computed == sum(map(len, prompts))
+    seen = set()
+    for index in range(6):
+        prompt, theirs = prompts[index // 3], [chunk for chunk in chunks if chunk["index"] == index]
+        ids = [*prompt, *(token_id for chunk in theirs for token_id in chunk["token_ids"])]
+        given = [chunk["logprobs"] for chunk in theirs if chunk["logprobs"]]
+        logprobs = {name: [value for one in given for value in one[name]] for name in given[0]}
+        check_values(logprobs, ids, log_softmax(ids), num_top=2)
+        assert "".join(chunk["text"] for chunk in theirs).startswith(text_tokenizer.decode(prompt))
+        seen.add(tuple(ids))
+    assert len(seen) == 6
+
+
 def test_f11_scoring_does_not_decode(
     stack: Stack, http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, log_softmax: LogSoftmax
 ) -> None:

@@ -157,3 +157,6 @@ def test_the_digester_takes_what_anybody_would_take_of_that_block(mode, size) ->
     for index in (0, 5, 63, 64, 1000):
         identity = BlockIdentity(7, index, 2)
         assert digester.take(2, identity, mode) == block_digest(pool[2], identity, mode)
+    several = [(block, BlockIdentity(7, index, block)) for block, index in ((2, 0), (0, 63), (1, 64))]
+    assert digester.take_all(several, mode) == [block_digest(pool[b], identity, mode) for b, identity in several]
+    assert digester.take_all([], mode) == []
