@@ -53,6 +53,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--api-keys", type=Path, metavar="FILE", help="who may ask; see `baton keys new --help`")
     parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="a site that may call us")
     parser.add_argument("--admin-port", type=int, metavar="PORT", help="operator's port of the router; 0: any free one")
+    parser.add_argument("--tool-call-parser", default="auto", help="auto, hermes or llama3_json")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="router processes")
     parser.add_argument("--redis", metavar="URL", help="use this Redis instead of starting a private one")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="where the processes log (default: a new one)")
@@ -193,6 +194,7 @@ class _Deployment:
         router = [sys.executable, "-m", "router", "--node-id", "router", "--model", str(model.directory)]
         router += ["--served-model-name", model.served_name, "--host", args.host, "--port", str(self._port), *limit]
         router += ["--workers", str(args.workers), *(f"--cors-origin={origin}" for origin in args.cors_origin)]
+        router += ["--tool-call-parser", args.tool_call_parser]
         router += [] if args.api_keys is None else ["--api-keys", str(args.api_keys.resolve())]
         router += [] if args.admin_port is None else ["--admin-port", str(args.admin_port)]
         commands.append(("router", router))

@@ -13,6 +13,7 @@ from cluster.model_store import ModelFilesError
 from cluster.parent import exit_with_parent
 from cluster.telemetry import setup_logging
 from router.service import RouterConfig, serve
+from router.tool_formats import PARSER_NAMES
 from router.workers import run_workers
 
 
@@ -27,6 +28,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", required=True, help="as for the nodes; only its tokenizer and config are read")
     made.add_argument("--served-model-name", metavar="NAME", help="what clients ask for (default: from --model)")
     made.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context limit (default: the model's)")
+    made.add_argument(
+        "--tool-call-parser",
+        choices=PARSER_NAMES,
+        default="auto",
+        help="how the model writes calls of tools; auto: as its chat template does",
+    )
     http = made.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="interface to listen on")
     http.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any, see the log")
@@ -95,6 +102,7 @@ def main() -> int:
             admin_port=args.admin_port,
             num_workers=args.share_of_limits,
             reuse_port=args.share_of_limits > 1,
+            tool_call_parser=args.tool_call_parser,
         )
         if "*" in config.cors_origins and not config.keys:
             raise ConfigError("--cors-origin '*' without API keys lets any web page use this server; name the sites")

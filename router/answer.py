@@ -65,7 +65,8 @@ class Answer(Response):
     ) -> None:
         super().__init__()
         answer_id = f"{_ID_PREFIX[plan.endpoint]}-{uuid.uuid4().hex}"
-        head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer)
+        calls = plan.rules.calls
+        head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer, calls is not None)
         self._plan = plan
         self._format = FORMATS[plan.endpoint](head)
         self._tokenizer = tokenizer
@@ -74,7 +75,11 @@ class Answer(Response):
         self._send_timeout_s = send_timeout_s
         self._choices = [
             Choice(
-                tokenizer.detokenizer(generation.prompt_token_ids, show_special=plan.rules.show_special),
+                tokenizer.detokenizer(
+                    generation.prompt_token_ids,
+                    show_special=plan.rules.show_special,
+                    markers=() if calls is None else calls.written.markers,
+                ),
                 plan.rules,
                 tokenizer.eos_token_ids,
             )
@@ -179,7 +184,7 @@ class Answer(Response):
         """What has gathered, if it shows anything; otherwise it goes with the next piece that does."""
         with_ids = self._plan.return_token_ids
         piece = joined(self._pieces[index])
-        if not (piece.text or piece.finish_reason is not None or with_ids):
+        if not (piece.text or piece.calls or piece.finish_reason is not None or with_ids):
             return b""
         self._pieces[index].clear()
         write = partial(self._format.chunk, index, piece, self._usage_so_far(), with_ids=with_ids)

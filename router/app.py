@@ -32,6 +32,7 @@ from router.replies import HealthReply, ModelCard, ModelList, ReadyReply, Versio
 from router.schemas import decode_chat, decode_completion
 from router.tokenizer import Tokenizer
 from router.tokenizing import decode_detokenize, decode_tokenize, detokenize, tokenize, tokenizer_info
+from router.tool_formats import ToolFormat
 
 _READY_RETRY_S: Final = "1"
 
@@ -43,7 +44,7 @@ class FrontSettings:
     ``max_model_len`` counts prompt plus output. ``body_timeout_s`` limits the arrival of a whole request body,
     ``send_timeout_s`` the time a client may leave one frame of a stream unread once the socket is full.
     ``system_fingerprint`` should change with the weights and the engine's version. Pages of ``cors_origins`` may read
-    answers in a browser; none by default.
+    answers in a browser; none by default. Without a ``tool_format`` it is that of the chat template.
     """
 
     served_name: str
@@ -54,6 +55,7 @@ class FrontSettings:
     send_timeout_s: float = 30.0
     system_fingerprint: str | None = None
     cors_origins: tuple[str, ...] = ()
+    tool_format: ToolFormat | None = None
 
 
 class _Front:
@@ -64,7 +66,8 @@ class _Front:
         self._tokenizer = tokenizer
         self._generator = generator
         self._metrics = metrics
-        self._planner = Planner(settings.served_name, settings.max_model_len, tokenizer, generator)
+        written = settings.tool_format or tokenizer.tool_format()
+        self._planner = Planner(settings.served_name, settings.max_model_len, tokenizer, generator, written)
         self._created = int(time.time())
         self._was_ready = False
         self._openapi = openapi_document(settings.version)

@@ -9,18 +9,33 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from cluster.errors import InvalidRequestError
+from router.tool_formats import plain_messages
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# A template is a program: messages that it did not expect fail in any of these ways.
+_FAILURES: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -34,10 +49,14 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens it may write."""
+    """A model's compiled template, perhaps another one for conversations with tools, and the special tokens they write.
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    ``knows_tools`` if one of them writes tools; ``tool_source`` is that one's text, or else the only one's.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str], tool_use: str | None = None) -> None:
         self.source = source
+        self.tool_source = source if tool_use is None else tool_use
         self.special_tokens = special_tokens
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -46,6 +65,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
+        self._tool_template = None if tool_use is None else environment.from_string(tool_use)
+        self._takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.knows_tools = self._takes_tools or tool_use is not None
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate | None:
@@ -53,23 +75,46 @@ class ChatTemplate:
         config = read_json_object(directory / "tokenizer_config.json")
         special = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
         file = directory / "chat_template.jinja"
-        source = file.read_text("utf-8") if file.is_file() else _configured(config.get("chat_template"))
-        return None if source is None else cls(source, special)
+        named = _configured(config.get("chat_template"))
+        if file.is_file():
+            named["default"] = file.read_text("utf-8")
+        for extra in (directory / "additional_chat_templates").glob("tool_use.jinja"):
+            named["tool_use"] = extra.read_text("utf-8")
+        return cls(named["default"], special, named.get("tool_use")) if "default" in named else None
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The conversation as text, open for the assistant's answer.
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        """The conversation as text, open for the assistant's answer. ``tools``: None or at least one, as OpenAI's.
 
-        Raises :class:`InvalidRequestError` if the template refuses the messages.
+        A template that knows no tools is given them, and calls and their results, as text. Raises
+        :class:`InvalidRequestError` if the template refuses the messages.
         """
+        template = self._template
+        if tools is not None and self._tool_template is not None:
+            template = self._tool_template
+        elif not self._takes_tools:
+            messages, tools = plain_messages(messages, tools, takes_system=self._takes_system), None
         try:
-            return self._template.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self.special_tokens
+            return template.render(
+                messages=list(messages),
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=True,
+                **self.special_tokens,
             )
         except jinja2.TemplateError as error:
             raise self._refusal(error.message) from None
-        # A template is a program: messages that it did not expect fail in any of these ways.
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError):
+        except _FAILURES:
             raise self._refusal(None) from None
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the words of a system message get into the text: some templates refuse them, some drop them."""
+        words = "Be brief."
+        probe = [{"role": "system", "content": words}, {"role": "user", "content": "Hello"}]
+        try:
+            return words in self._template.render(messages=probe, tools=None, documents=None, **self.special_tokens)
+        except _FAILURES:
+            return False
 
     def _refusal(self, reason: str | None) -> InvalidRequestError:
         text = "The model's chat template does not accept these messages"
@@ -87,12 +132,11 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _configured(entry: Any) -> str | None:
-    """``chat_template`` of tokenizer_config.json: a template, or a list of named ones."""
+def _configured(entry: Any) -> dict[str, str]:
+    """``chat_template`` of tokenizer_config.json by name: one template, the default one, or a list of named ones."""
     if isinstance(entry, list):
-        named = {item["name"]: item["template"] for item in entry}
-        entry = named.get("default")
-    return entry if isinstance(entry, str) else None
+        return {item["name"]: item["template"] for item in entry}
+    return {"default": entry} if isinstance(entry, str) else {}
 
 
 def _token_text(entry: Any) -> str | None:

@@ -11,6 +11,8 @@ from router.detokenizer import Detokenizer
 from router.generation import TokenDelta
 from router.logprobs import TokenEntry
 from router.stop import StopMatcher
+from router.tool_calls import CallReader
+from router.tool_formats import CallRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +20,15 @@ class TextRules:
     """How a request wants its text: where it ends, and what of an ending is shown.
 
     A stop string counts from ``min_tokens`` generated tokens on. ``show_stop`` shows the stop string or the stop
-    token that ended the text; special tokens have a text only with ``show_special``.
+    token that ended the text; special tokens have a text only with ``show_special``. With ``calls``, those are taken
+    out of the shown text, wherever that ends.
     """
 
     stops: tuple[str, ...] = ()
     min_tokens: int = 0
     show_stop: bool = False
     show_special: bool = False
+    calls: CallRules | None = None
 
 
 class Choice:
@@ -38,6 +42,8 @@ class Choice:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(rules.stops, shown=rules.show_stop)
         self._rules = rules
+        self._reader = None if rules.calls is None else CallReader(rules.calls)
+        self._num_calls = 0
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_chars = 0
         self.num_tokens = 0
@@ -59,7 +65,7 @@ class Choice:
             if self._show(shown, self._detokenizer.feed(token_id)):
                 return self._finish(shown, delta.token_ids[:position], entries, "stop", self._matcher.matched)
         if delta.finish_reason is None:
-            return Piece("".join(shown), delta.token_ids, entries=tuple(entries))
+            return self._piece(shown, delta.token_ids, entries)
         if self._show(shown, self._detokenizer.flush()):
             return self._finish(shown, delta.token_ids, entries, "stop", self._matcher.matched)
         shown.append(self._matcher.flush())
@@ -86,4 +92,22 @@ class Choice:
         stop_reason: str | int | None,
     ) -> Piece:
         self.finish_reason = reason
-        return Piece("".join(shown), token_ids, reason, stop_reason, tuple(entries))
+        return self._piece(shown, token_ids, entries, reason, stop_reason)
+
+    def _piece(
+        self,
+        shown: list[str],
+        token_ids: tuple[int, ...],
+        entries: list[TokenEntry],
+        reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+    ) -> Piece:
+        text, reader = "".join(shown), self._reader
+        if reader is None or self._rules.calls is None:
+            return Piece(text, token_ids, reason, stop_reason, tuple(entries))
+        text = reader.feed(text)
+        if reason is not None:
+            text += reader.finish()
+        calls, self._num_calls = tuple(reader.calls[self._num_calls :]), len(reader.calls)
+        ends_by_call = reason == "stop" and self._num_calls > 0 and self._rules.calls.ends_by_call
+        return Piece(text, token_ids, reason, stop_reason, tuple(entries), calls, ends_by_call)

@@ -18,6 +18,8 @@ from cluster.request import FinishReason
 from router.logprobs import TokenEntry, TokenNames, chat_logprobs, completion_logprobs
 from router.replies import (
     AssistantMessage,
+    CallDelta,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatReply,
@@ -27,8 +29,10 @@ from router.replies import (
     Delta,
     ErrorBody,
     ErrorReply,
+    MadeCall,
     Usage,
 )
+from router.tool_calls import Call
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 
@@ -38,7 +42,8 @@ class Piece:
     """A choice's next text and the tokens it came from; ``stop_reason`` names a stop string or stop token id.
 
     ``entries`` has an entry a token if log-probabilities were asked for; an echoed prompt has entries and no
-    ``token_ids``, which are generated ones.
+    ``token_ids``, which are generated ones. ``calls`` are those that became complete, and no part of ``text``; with
+    ``ends_by_call`` the model has ended a choice with calls, and waits for what they return.
     """
 
     text: str
@@ -46,6 +51,8 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     entries: tuple[TokenEntry, ...] = ()
+    calls: tuple[Call, ...] = ()
+    ends_by_call: bool = False
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -58,18 +65,24 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         finish_reason=pieces[-1].finish_reason,
         stop_reason=pieces[-1].stop_reason,
         entries=tuple(entry for piece in pieces for entry in piece.entries),
+        calls=tuple(call for piece in pieces for call in piece.calls),
+        ends_by_call=pieces[-1].ends_by_call,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What every frame of one answer repeats, and whose token names it uses."""
+    """What every frame of one answer repeats, and whose token names it uses.
+
+    ``may_call`` if tools were offered: a first frame does not claim then that there is text.
+    """
 
     id: str
     created: int
     model: str
     system_fingerprint: str | None
     names: TokenNames
+    may_call: bool = False
 
 
 class ReplyFormat(Protocol):
@@ -84,7 +97,7 @@ class ReplyFormat(Protocol):
         ...
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None, *, with_ids: bool) -> bytes:
-        """One chunk of one choice."""
+        """One chunk of one choice, or more if it has several calls."""
         ...
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -160,22 +173,31 @@ class ChatFormat:
 
     def opening(self, index: int, prompt_ids: tuple[int, ...] | None, usage: Usage | None) -> bytes:
         # The role comes once per choice: clients concatenate the strings of all deltas. The prompt comes once.
-        choice = ChunkChoice(index=index, delta=Delta("assistant", ""), finish_reason=None)
+        choice = ChunkChoice(
+            index=index, delta=Delta("assistant", None if self._head.may_call else ""), finish_reason=None
+        )
         chunk = self._chunk([choice], usage)
         if prompt_ids is not None and index == 0:
             chunk.prompt_token_ids = prompt_ids
         return _event(chunk)
 
     def chunk(self, index: int, piece: Piece, usage: Usage | None, *, with_ids: bool) -> bytes:
+        # openai's helper ends a call when a later frame brings another one, or the finish: each has its own frame.
+        deltas = [Delta(content=piece.text)] if piece.text else []
+        deltas += [Delta(tool_calls=[self._call_delta(index, call)]) for call in piece.calls]
+        if not deltas or (piece.calls and piece.finish_reason is not None):
+            deltas.append(Delta())
+        *early, last = deltas
+        choices = [ChunkChoice(index=index, delta=delta, finish_reason=None) for delta in early]
         choice = ChunkChoice(
             index=index,
-            delta=Delta(content=piece.text or UNSET),
+            delta=last,
             logprobs=chat_logprobs(piece.entries, self._head.names) if piece.entries else None,
-            finish_reason=piece.finish_reason,
+            finish_reason="tool_calls" if piece.ends_by_call else piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if with_ids else UNSET,
         )
-        return _event(self._chunk([choice], usage))
+        return b"".join(_event(self._chunk([one], usage)) for one in (*choices, choice))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return _event(self._chunk([], usage))
@@ -185,12 +207,27 @@ class ChatFormat:
             raise EngineError("The answer ended without a reason.")
         return ChatChoice(
             index=index,
-            message=AssistantMessage("assistant", piece.text),
+            message=self._message(index, piece),
             logprobs=chat_logprobs(piece.entries, self._head.names) if piece.entries else None,
-            finish_reason=piece.finish_reason,
+            finish_reason="tool_calls" if piece.ends_by_call else piece.finish_reason,
             stop_reason=piece.stop_reason,
             token_ids=piece.token_ids if with_ids else UNSET,
         )
+
+    def _message(self, index: int, piece: Piece) -> AssistantMessage:
+        if not piece.calls:
+            return AssistantMessage("assistant", piece.text)
+        calls = [
+            MadeCall(self._call_id(index, call), CalledFunction(call.name, call.arguments)) for call in piece.calls
+        ]
+        return AssistantMessage("assistant", piece.text or None, calls)
+
+    def _call_delta(self, index: int, call: Call) -> CallDelta:
+        return CallDelta(call.index, self._call_id(index, call), CalledFunction(call.name, call.arguments))
+
+    def _call_id(self, index: int, call: Call) -> str:
+        """Unique among all answers, and shorter than the 40 characters that OpenAI takes back."""
+        return f"call_{self._head.id.rpartition('-')[2][:20]}{index:04x}{call.index:04x}"
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
         head = self._head

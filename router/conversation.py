@@ -94,8 +94,9 @@ def _template_message(message: ChatMessage, position: int) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall) -> Any:
-    """Templates write arguments with ``tojson``: hand them the object, not its text."""
+    """Templates write arguments with ``tojson``: hand them the object, not its text. No text is no arguments."""
+    text = call.function.arguments
     try:
-        return msgspec.json.decode(call.function.arguments)
-    except msgspec.DecodeError:
-        return call.function.arguments
+        return msgspec.json.decode(text) if text.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        return text

@@ -54,8 +54,8 @@ def compile_grammar(wish: Structure) -> Grammar:
                 grammar, source = Grammar("json_schema", wish.text), LLMatcher.grammar_from_json_schema(wish.text)
             case "regex":
                 grammar, source = Grammar("regex", wish.text), LLMatcher.grammar_from_regex(wish.text)
-            case "choice" | "grammar":
-                text = _alternatives(wish.text) if wish.kind == "choice" else any_to_lark(wish.text)
+            case "choice" | "grammar" | "lark":
+                text = _lark(wish)
                 grammar, source = Grammar("lark", text), LLMatcher.grammar_from_lark(text)
         # It says what is wrong in text, with a picture of the place below the first lines.
         failed, messages = LLMatcher.validate_grammar_with_warnings(source, limits=_limits())
@@ -70,8 +70,10 @@ def compile_grammar(wish: Structure) -> Grammar:
     return grammar
 
 
-def _alternatives(texts: str) -> str:
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(texts))
+def _lark(wish: Structure) -> str:
+    if wish.kind == "choice":
+        return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(wish.text))
+    return wish.text if wish.kind == "lark" else any_to_lark(wish.text)
 
 
 def _limits() -> LLParserLimits:

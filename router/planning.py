@@ -15,6 +15,8 @@ from router.sampling import in_vocabulary, sampling_params
 from router.schemas import ChatRequest, CompletionRequest, RequestFields, TokenIds
 from router.structured import structure_of
 from router.tokenizer import Tokenizer
+from router.tool_formats import ToolFormat
+from router.tools import ToolUse, shown
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 # Numbers that one answer may hold about its prompts. At the bound their JSON has about 20 MB.
@@ -46,11 +48,19 @@ class Plan:
 class Planner:
     """Holds what planning needs to know of the model and the nodes."""
 
-    def __init__(self, served_name: str, max_model_len: int, tokenizer: Tokenizer, generator: Generator) -> None:
+    def __init__(
+        self,
+        served_name: str,
+        max_model_len: int,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        tool_format: ToolFormat,
+    ) -> None:
         self._served_name = served_name
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._generator = generator
+        self._tool_format = tool_format
         self._grammars = GrammarChecker()
 
     async def completion(self, request: CompletionRequest) -> Plan:
@@ -90,7 +100,12 @@ class Planner:
         """Plan an answer to a conversation. Raises as :meth:`completion` does."""
         self.check_model(request.model)
         limit = self._limit()
-        token_ids = await self._tokenizer.encode_chat(request.conversation(), max_tokens=limit)
+        use = request.tool_use()
+        token_ids = await self._tokenizer.encode_chat(
+            request.conversation(),
+            max_tokens=limit,
+            tools=None if use is None else [shown(function) for function in use.functions],
+        )
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
         room = _room(len(token_ids), wanted, shared, "messages")
@@ -100,12 +115,12 @@ class Planner:
             self._tokenizer,
             max_tokens=room if wanted is None else wanted,
             num_logprobs=num_logprobs,
-            grammar=await self._grammar(request),
+            grammar=await self._grammar(request, use),
         )
         return Plan(
             endpoint="chat",
             generations=(Generation(token_ids, sampling, request.cache_salt or ""),),
-            rules=_text_rules(request),
+            rules=self._chat_rules(request, use),
             stream=bool(request.stream),
             usage=_usage_report(request),
             return_token_ids=bool(request.return_token_ids),
@@ -130,9 +145,15 @@ class Planner:
         room = self._generator.max_answer_tokens(prompt_len, num_choices)
         return limit if room is None else min(limit, prompt_len + room)
 
-    async def _grammar(self, request: RequestFields) -> Grammar | None:
-        wish = structure_of(request)
+    async def _grammar(self, request: RequestFields, use: ToolUse | None = None) -> Grammar | None:
+        wish = use.wish(self._tool_format) if use is not None and use.forced else structure_of(request)
         return None if wish is None else await self._grammars.check(wish)
+
+    def _chat_rules(self, request: ChatRequest, use: ToolUse | None) -> TextRules:
+        # An answer that must have some form has that form, and is no call even if it looks like one.
+        if use is None or (structure_of(request) is not None):
+            return _text_rules(request)
+        return replace(_text_rules(request), calls=use.rules(self._tool_format))
 
     def _completion(
         self, request: CompletionRequest, token_ids: TokenIds, max_tokens: int, grammar: Grammar | None

@@ -9,6 +9,9 @@ from msgspec import UNSET, UnsetType
 
 from cluster.request import FinishReason
 
+# A conversation's answer may also end because its calls want an answer.
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
 
 class PromptTokensDetails(msgspec.Struct):
     """Of the prompt's tokens, how many a prefix cache held: the prefill node's own count."""
@@ -88,11 +91,27 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
+class CalledFunction(msgspec.Struct):
+    """Which function to call; ``arguments`` is a JSON object in a string, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(msgspec.Struct):
+    """A call that the client is to make; ``id`` goes back with what it returned."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct):
-    """The answer to a conversation."""
+    """The answer to a conversation; no content if it is nothing but calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[MadeCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -101,16 +120,26 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct):
+    """A whole call; ``index`` is its number in the message."""
+
+    index: int
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
 
 
 class Delta(msgspec.Struct):
     """What a chunk adds to a message; the role comes with the first chunk only."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
@@ -119,7 +148,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
 

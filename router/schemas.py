@@ -15,6 +15,7 @@ from cluster.request import MAX_LOGPROBS, NumChoices
 from router.conversation import ChatMessage, template_messages
 from router.strict_json import decode, translate
 from router.structured import StructureFields, structure_of
+from router.tools import ToolChoice, Tools, ToolUse, tool_use_of
 
 MAX_INT: Final = 2**31 - 1
 MAX_PROMPTS: Final = 128
@@ -65,8 +66,6 @@ _UNSUPPORTED_CHAT: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
     "function_call": (None, "none"),
     "functions": (None,),
     "modalities": (None, ["text"]),
-    "tool_choice": (None, "none"),
-    "tools": (None,),
 }
 
 
@@ -157,6 +156,13 @@ class ChatRequest(RequestFields, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def tool_use(self) -> ToolUse | None:
+        """The tools that may be called, None if there are none. Raises :class:`InvalidRequestError`."""
+        return tool_use_of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as a chat template reads them. Raises :class:`InvalidRequestError`."""
@@ -183,6 +189,10 @@ def decode_chat(body: bytes) -> ChatRequest:
     _check_shared(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequestError("`top_logprobs` needs `logprobs`: true.", param="top_logprobs")
+    tools, structure = request.tool_use(), structure_of(request)
+    if tools is not None and tools.forced and structure is not None:
+        text = f"`{structure.field}` cannot be combined with a `tool_choice` that forces a call."
+        raise InvalidRequestError(text, param=structure.field)
     return request
 
 

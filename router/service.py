@@ -36,6 +36,7 @@ from router.protocol import BoundedHttpProtocol
 from router.queue import WaitingLine
 from router.registry import NodeRegistry
 from router.tokenizer import Tokenizer
+from router.tool_formats import ParserName, ToolFormat
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class RouterConfig:
     admin_port: int | None = None
     num_workers: int = 1
     reuse_port: bool = False
+    tool_call_parser: ParserName = "auto"
 
 
 async def serve(config: RouterConfig) -> int:
@@ -76,6 +78,7 @@ async def serve(config: RouterConfig) -> int:
     tokenizer = Tokenizer.from_directory(
         files.directory, eos_token_ids=facts.eos_token_ids, vocab_size=facts.vocab_size
     )
+    tool_format = _tool_format(config, tokenizer)
     async with AsyncExitStack() as stack:
         try:
             channel = await stack.enter_async_context(Channel(config.cluster))
@@ -88,6 +91,7 @@ async def serve(config: RouterConfig) -> int:
             max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
             version=_version(),
             cors_origins=config.cors_origins,
+            tool_format=tool_format,
         )
         metrics = Metrics()
         metrics.registry.register(ClusterMetrics(plant.registry, plant.line, plant.switchboard))
@@ -219,6 +223,13 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0") from error
     return sock
+
+
+def _tool_format(config: RouterConfig, tokenizer: Tokenizer) -> ToolFormat:
+    try:
+        return tokenizer.tool_format(config.tool_call_parser)
+    except ValueError as error:
+        raise ConfigError(f"--tool-call-parser {config.tool_call_parser}: {error}") from error
 
 
 def _version() -> str:

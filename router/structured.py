@@ -69,10 +69,12 @@ class StructureFields(msgspec.Struct, kw_only=True):
 class Structure:
     """One wish: ``text`` is a JSON schema, a regular expression, a JSON list of alternatives, or a grammar.
 
+    ``grammar`` may be in any notation that clients use, ``lark`` is in llguidance's own.
+
     ``field`` is where it came from, for error messages.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "lark"]
     text: str
     field: str
 

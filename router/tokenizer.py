@@ -14,6 +14,7 @@ import tokenizers.decoders
 from cluster.errors import ContextLengthError, InvalidRequestError
 from router.chat_template import ChatTemplate
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.tool_formats import ParserName, ToolFormat, format_of
 
 _INLINE_CHARS: Final = 8 << 10
 _INLINE_TOKENS: Final = 4 << 10
@@ -69,13 +70,15 @@ class Tokenizer:
             return self._encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
 
-    async def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int) -> tuple[int, ...]:
+    async def encode_chat(
+        self, messages: Sequence[dict[str, Any]], *, max_tokens: int, tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat format; the template writes all special tokens.
 
         Raises :class:`InvalidRequestError` if the model has no chat template or it refuses the messages, and
         :class:`ContextLengthError` as :meth:`encode_prompt` does.
         """
-        return await asyncio.to_thread(self._encode_chat, messages, max_tokens)
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, tools)
 
     def decode(self, token_ids: Sequence[int], *, show_special: bool = False) -> str:
         """The text of a whole sequence; special tokens are left out unless they are to be shown."""
@@ -87,12 +90,21 @@ class Tokenizer:
             return self.decode(token_ids, show_special=show_special)
         return await asyncio.to_thread(self.decode, token_ids, show_special=show_special)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int] = (), *, show_special: bool = False) -> Detokenizer:
-        """A decoder for the tokens that follow ``prompt_token_ids``."""
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int] = (), *, show_special: bool = False, markers: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A decoder for the tokens that follow ``prompt_token_ids``. ``markers`` are shown, be they special or not."""
+        kept = self._special_ids & {self._backend.token_to_id(marker) for marker in markers}
         if self._is_byte_level:
-            return ByteDetokenizer(self.token_bytes if show_special else self._bytes_shown)
-        decode, hidden = (self._decode_all, frozenset[int]()) if show_special else (self.decode, self._special_ids)
-        return WindowDetokenizer(decode, hidden, prompt_token_ids[-_CONTEXT_TOKENS:])
+            if show_special or not kept:
+                return ByteDetokenizer(self.token_bytes if show_special else self._bytes_shown)
+            return ByteDetokenizer(
+                lambda token_id: (self.token_bytes if token_id in kept else self._bytes_shown)(token_id)
+            )
+        decode, hidden = (
+            (self._decode_all, frozenset[int]()) if show_special else (self.decode, self._special_ids - kept)
+        )
+        return WindowDetokenizer(self._decode_all if kept else decode, hidden, prompt_token_ids[-_CONTEXT_TOKENS:])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; those of its text for a special one, none for an unknown id."""
@@ -110,13 +122,22 @@ class Tokenizer:
         """The source of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
 
+    def tool_format(self, wanted: ParserName = "auto") -> ToolFormat:
+        """How the model writes calls of tools. Raises :class:`ValueError` where its chat template contradicts."""
+        template = self._chat_template
+        if template is None:
+            return format_of(wanted, "", knows_tools=False)
+        return format_of(wanted, template.tool_source, knows_tools=template.knows_tools)
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def _encode_chat(self, messages: Sequence[dict[str, Any]], max_tokens: int) -> tuple[int, ...]:
+    def _encode_chat(
+        self, messages: Sequence[dict[str, Any]], max_tokens: int, tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[int, ...]:
         if self._chat_template is None:
             raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
-        text = self._chat_template.render(messages)
+        text = self._chat_template.render(messages, tools)
         self._check_length(text, max_tokens, "messages")
         return self._encode(text, add_special_tokens=False)
 

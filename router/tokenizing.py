@@ -13,6 +13,7 @@ from router.sampling import in_vocabulary
 from router.schemas import TokenId, refuse_unsupported
 from router.strict_json import decode
 from router.tokenizer import Tokenizer
+from router.tools import Tools, check_tools, shown
 
 # Options that change the tokens and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -20,16 +21,16 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
-    "tools": (None,),
 }
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """POST /tokenize: a ``prompt``, or ``messages`` as a chat would see them."""
+    """POST /tokenize: a ``prompt``, or ``messages`` (and ``tools``) as a chat would see them."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -48,6 +49,11 @@ async def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, max_model_len
     """
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("Send either `prompt` or `messages`.", param="prompt")
+    tools = None if request.tools is None else [tool.function for tool in request.tools]
+    if tools is not None:
+        check_tools(tools)
+        if request.messages is None:
+            raise InvalidRequestError("`tools` are for `messages`.", param="tools")
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         token_ids = await tokenizer.encode_prompt(request.prompt, max_tokens=max_model_len, add_special_tokens=special)
@@ -56,7 +62,9 @@ async def tokenize(request: TokenizeRequest, tokenizer: Tokenizer, max_model_len
             text = "The chat template writes all special tokens: `add_special_tokens` is for a `prompt`."
             raise InvalidRequestError(text, param="add_special_tokens")
         messages = template_messages(request.messages or ())
-        token_ids = await tokenizer.encode_chat(messages, max_tokens=max_model_len)
+        token_ids = await tokenizer.encode_chat(
+            messages, max_tokens=max_model_len, tools=None if tools is None else [shown(tool) for tool in tools]
+        )
     names = None
     if request.return_token_strs:
         names = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in token_ids]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -15,6 +16,10 @@ from router.tokenizer import Tokenizer
 
 MODEL = "m135"
 CONTEXT = 512
+SECRET = "xyzzy"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": SECRET}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +64,24 @@ class WatchedMetrics(Metrics):
             while self.count(endpoint, outcome) < count:
                 self._changed.clear()
                 await self._changed.wait()
+
+
+async def check_refusal(front: Front, response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
+    """One refusal's shape, and that the server is as well as before."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert list(response.json()) == ["error"]
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["code"], str)
+    if code is not None:
+        assert error["code"] == code
+    assert SECRET not in response.text
+    assert "/" not in error["message"].replace("/v1/", "").replace("application/json", "")
+    assert response.headers["x-request-id"]
+    assert (await front.http.get("/health")).status_code == 200
+    assert front.generator.seen == []
+    front.replay("ok")
+    assert (await front.http.post(COMPLETIONS, json={"prompt": "x"})).json()["choices"][0]["text"] == "ok"
+    return error

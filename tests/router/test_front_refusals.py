@@ -9,35 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front_harness import CONTEXT, MODEL, Front
+from front_harness import CHAT, COMPLETIONS, CONTEXT, HELLO, MODEL, SECRET, Front, check_refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-SECRET = "xyzzy"
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-HELLO = [{"role": "user", "content": SECRET}]
-
-
-async def check_refusal(front: Front, response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
-    """One refusal's shape, and that the server is as well as before."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    assert list(response.json()) == ["error"]
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert isinstance(error["code"], str)
-    if code is not None:
-        assert error["code"] == code
-    assert SECRET not in response.text
-    assert "/" not in error["message"].replace("/v1/", "").replace("application/json", "")
-    assert response.headers["x-request-id"]
-    assert (await front.http.get("/health")).status_code == 200
-    assert front.generator.seen == []
-    front.replay("ok")
-    assert (await front.http.post(COMPLETIONS, json={"prompt": "x"})).json()["choices"][0]["text"] == "ok"
-    return error
 
 
 async def post(front: Front, path: str, content: bytes | str, **headers: str) -> httpx.Response:
@@ -211,9 +185,17 @@ async def test_c2_a_content_part_is_named(front: Front) -> None:
     ("field", "value"),
     [
         ("tools", []),
-        ("tools", [{"type": "function", "function": {"name": "xyzzy"}}]),
+        ("tools", "xyzzy"),
+        ("tools", {}),
         ("tool_choice", "required"),
+        ("tool_choice", "auto"),
+        ("tool_choice", "xyzzy"),
+        ("tool_choice", {"type": "function", "function": {"name": "xyzzy"}}),
+        ("tool_choice", ["none"]),
+        ("parallel_tool_calls", "xyzzy"),
+        ("parallel_tool_calls", 1),
         ("functions", [{"name": "xyzzy"}]),
+        ("function_call", "auto"),
         ("logprobs", 1),
         ("logprobs", SECRET),
         ("top_logprobs", 5),

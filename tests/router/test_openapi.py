@@ -126,6 +126,27 @@ async def test_answers_are_as_declared(front: Front, method: str, path: str, bod
             strict(event.removeprefix("data: ").encode(), of)
 
 
+async def test_calls_of_tools_are_as_declared(front: Front) -> None:
+    front.replay('Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>', "stop", per_delta=100)
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    whole = await front.http.post(CHAT, json=body)
+    assert whole.json()["choices"][0]["message"]["tool_calls"]
+    strict(whole.content, replies.ChatReply)
+    stream = await front.http.post(CHAT, json=body | {"stream": True})
+    assert '"tool_calls":[' in stream.text
+    for event in stream.text.split("\n\n")[:-2]:
+        strict(event.removeprefix("data: ").encode(), replies.ChatChunk)
+    schemas = (await document(front))["components"]["schemas"]
+    assert "tool_calls" in json.dumps(schemas["ChatChoice"]["properties"]["finish_reason"])
+    assert "tool_calls" not in json.dumps(schemas["CompletionChoice"]["properties"]["finish_reason"])
+    for name in ("AssistantMessage", "Delta"):
+        assert "null" in json.dumps(schemas[name]["properties"]["content"])
+        assert "tool_calls" in schemas[name]["properties"]
+    (tools,) = [kind for kind in schemas["ChatRequest"]["properties"]["tools"]["anyOf"] if kind["type"] == "array"]
+    assert (tools["minItems"], tools["maxItems"]) == (1, 128)
+    assert schemas["OfferedFunction"]["properties"]["name"]["pattern"] == "^[A-Za-z0-9_-]{1,64}$"
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(
     "error", [OverloadedError("full"), EngineError("bug"), NoUsablePairError("none"), DeadlineError("late")]

@@ -106,3 +106,25 @@ async def test_the_split_does_not_show(
         for choice in json.loads(ours)["choices"]:
             if choice["finish_reason"] == "stop":
                 assert set(json.loads(choice["text"])) == {"city", "big"}
+
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+CHOICES: dict[str, Any] = {"required": "required", "named": {"type": "function", "function": {"name": "look_up"}}}
+
+
+@pytest.mark.parametrize(("choice", "sampling", "n"), [("required", "greedy", 1), ("named", "seeded", 3)])
+async def test_the_split_does_not_show_in_calls_of_tools(
+    stack: Stack, oracle_client: httpx.AsyncClient, choice: str, sampling: str, n: int
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Is Rome big?"}], "tools": [TOOL], "n": n}
+    body |= SAMPLINGS[sampling] | {"tool_choice": CHOICES[choice], "parallel_tool_calls": False, "max_tokens": 80}
+    body |= {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    answers = []
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=120, trust_env=False) as client:
+        for one in (client, oracle_client):
+            answer = await one.post("/v1/chat/completions", json=body)
+            answers.append(json.loads(comparable(answer, stream=False)))
+            for call in (call for part in answers[-1]["choices"] for call in part["message"]["tool_calls"]):
+                del call["id"]
+                assert set(json.loads(call["function"]["arguments"])) == {"city", "big"}
+    assert answers[0] == answers[1]
