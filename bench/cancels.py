@@ -137,7 +137,7 @@ async def cancel_many(
         for _ in range(4 * clients):  # connections and threads are there from here on
             await router.cancel_one()
         router.moments.clear()
-        threads, fds = threading.active_count(), _num_fds()
+        threads, fds = _num_threads(), _num_fds()
         todo, began = iter(range(num_requests)), time.perf_counter()
 
         async def client() -> None:
@@ -154,7 +154,7 @@ async def cancel_many(
         result.cancelled, result.refused = num_requests, router.refused
         result.orphaned = sum(len(node.state.check()) for node in (prefill, decode))
         result.held = sum(_held(node) for node in (prefill, decode))
-        result.threads_grown, result.fds_grown = threading.active_count() - threads, _num_fds() - fds
+        result.threads_grown, result.fds_grown = _num_threads() - threads, _num_fds() - fds
         result.moments = dict(router.moments.most_common())
         for helper in helpers:
             helper.cancel()
@@ -167,6 +167,11 @@ async def _settle(nodes: tuple[BenchNode, BenchNode]) -> float:
     while any(_held(node) for node in nodes) and time.perf_counter() - began < SETTLED_S:  # noqa: ASYNC110 - no event tells
         await asyncio.sleep(0.01)
     return time.perf_counter() - began
+
+
+def _num_threads() -> int:
+    """Without those of asyncio's own executor, which makes another (up to a bound) whenever all are busy."""
+    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
 def _held(node: BenchNode) -> int:
