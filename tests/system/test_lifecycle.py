@@ -95,20 +95,6 @@ def test_a_node_given_up_for_dead_comes_back_as_another_life(
         assert stack.complete(prompts[-1], 8)["choices"][0]["token_ids"] == ids == oracle(prompts[-1], 8)
 
 
-def test_nodes_of_another_layout_are_not_paired(demo_model_dir: Path, prompts: list[list[int]]) -> None:
-    with running_stack(demo_model_dir, options=("--transport", "tcp")) as stack:
-        stack.kill("decode-0")
-        wait_for("decode-0 is dropped", lambda: stack.alive_nodes("decode") == 0)
-        stack.add_node("decode", "other", "--model", str(demo_model_dir), "--kv-blocks", "64", "--block-size", "32")
-        ready = httpx.get(f"{stack.base_url}/ready", timeout=10, trust_env=False)
-        assert ready.status_code == 503
-        assert "block sizes" in ready.json()["reason"]
-        answer = httpx.post(
-            f"{stack.base_url}/v1/completions", json={"prompt": prompts[0]}, timeout=30, trust_env=False
-        )
-        assert answer.status_code == 503
-
-
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stop_leaves_no_process(demo_model_dir: Path, signum: signal.Signals) -> None:
     with running_stack(demo_model_dir, options=("--kv-blocks", "64")) as stack:
