@@ -38,9 +38,9 @@ FORMS: dict[str, dict[str, Any]] = {
 STOPS: dict[str, dict[str, Any]] = {"on": {}, "stop": {"stop": ["e", "\n\n"]}}
 SCORES: dict[str, dict[str, Any]] = {"plain": {}, "logprobs": {"logprobs": 2}, "echo": {"logprobs": 1, "echo": True}}
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 49)
-# All pairs of values come up, in a few minutes; the seed makes it the same set each time.
+# As many of the 2,304 as a run of all tests has time for; the seed makes it the same set each time.
 CASES = random.Random(4).sample(
-    list(itertools.product(SAMPLINGS, FORMS, STOPS, SCORES, (1, 3), (False, True), LENGTHS)), 30
+    list(itertools.product(SAMPLINGS, FORMS, STOPS, SCORES, (1, 3), (False, True), LENGTHS)), 16
 )
 
 
