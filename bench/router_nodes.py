@@ -37,7 +37,7 @@ from cluster.wire import (
 )
 
 NUM_BLOCKS, BLOCK_SIZE, FINGERPRINT = 100_000, 16, "bench"
-TOKEN_ID = 284  # " a" of the demo model; any text will do
+TOKEN_ID = 284  # " and" of the demo model; any text will do
 
 
 class BenchNode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import socket
@@ -20,7 +19,7 @@ from kvtransfer.nixl_stream import Stream
 from kvtransfer.road import RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.sends import Push, PushItem
-from kvtransfer.tcp_wire import NONCE_BYTES, Transcript, WireError, parse_address
+from kvtransfer.tcp_wire import NONCE_BYTES, Transcript, WireError, connecting
 from kvtransfer.ticket import Hello, PeerId
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -73,17 +72,7 @@ class NixlOutbound(OutboundConnection):
         self._sendings: dict[int, _Sending] = {}
         self._turns: deque[_Sending] = deque()
         self._posted: list[_Posted] = []
-        host, port = parse_address(self.address)
-        self.sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self.sock.setblocking(False)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            code = self.sock.connect_ex((host, port))
-            if code not in (0, errno.EINPROGRESS):
-                raise OSError(code, os.strerror(code))
-        except OSError:
-            self.sock.close()
-            raise
+        self.sock = connecting(self.address)
         self._stream = Stream(self.sock, to_sender=True)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import socket
@@ -45,17 +44,7 @@ class Outbound(OutboundConnection):
         self._pushes: deque[Push] = deque()
         self._posted: tuple[Push, PushItem] | None = None
         self._unsent: list[memoryview] = []
-        host, port = wire.parse_address(self.address)
-        self.sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self.sock.setblocking(False)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            code = self.sock.connect_ex((host, port))
-            if code not in (0, errno.EINPROGRESS):
-                raise OSError(code, os.strerror(code))
-        except OSError:
-            self.sock.close()
-            raise
+        self.sock = wire.connecting(self.address)
 
     @property
     def wants_write(self) -> bool:

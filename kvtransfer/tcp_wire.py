@@ -14,7 +14,10 @@ The handshake proves who is there; it does not encrypt.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
+import socket
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -158,6 +161,22 @@ def parse_address(address: bytes) -> tuple[str, int]:
     if not 0 < number < 1 << 16 or ip.is_unspecified or ip.is_multicast:
         raise HelloError("not a TCP address one can connect to")
     return str(ip), number
+
+
+def connecting(address: bytes) -> socket.socket:
+    """A socket on its way to a peer's address, non-blocking. Raises OSError if it cannot even set out."""
+    host, port = parse_address(address)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        code = sock.connect_ex((host, port))
+        if code not in (0, errno.EINPROGRESS):
+            raise OSError(code, os.strerror(code))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _check_magic(magic: bytes, version: int) -> None:

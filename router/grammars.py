@@ -17,7 +17,7 @@ from router.structured import Structure
 MAX_REMEMBERED: Final = 256
 MAX_AT_ONCE: Final = 2
 LIMIT_S: Final = 5.0
-# A tenth of llguidance's default: 0.1 s on one core. Its matching of regular expressions never backtracks.
+# A tenth of llguidance's default. Its matching of regular expressions never backtracks.
 _MAX_GRAMMAR_SIZE: Final = 50_000
 _MAX_MESSAGE_LEN: Final = 200
 
