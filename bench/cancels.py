@@ -22,7 +22,7 @@ from bench.pair import FINGERPRINT, BenchNode, bench_pair
 from cluster.channel import Channel
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams
-from cluster.wire import Cancel, Cancelled, Granted, Message, Party, Ping, Refused, Reserve, Submit, Token0, Tokens
+from cluster.wire import Cancel, Cancelled, Failed, Granted, Message, Party, Ping, Refused, Reserve, Submit, Token0, Tokens
 
 SCHEMES: Final = ("tcp", "ucx")
 SETTLED_S: Final = 2.0
@@ -45,7 +45,7 @@ class Result:
     settled_s: float = 0.0
     orphaned: int = 0
     held: int = 0
-    threads_grown: int = 0
+    new_threads: list[str] = field(default_factory=list)
     fds_grown: int = 0
     moments: dict[str, int] = field(default_factory=dict)
 
@@ -76,13 +76,14 @@ class _Router:
                 self._channel.send(node.party, Ping(number))
             await asyncio.sleep(0.5)
 
-    async def cancel_one(self) -> int:
+    async def cancel_one(self, *, when_over: bool = False) -> int:
         """Start a request, cancel it somewhere; returns the blocks freed once both nodes have acknowledged."""
         key = RequestKey(RequestId(f"r{next(self._numbers)}"), 1)
         inbox = self._inboxes[key] = asyncio.Queue()
         running = asyncio.create_task(self._run(key, inbox))
         # From a fraction of a step to longer than most requests take: every window is met, the end and the start too.
-        await asyncio.wait([running], timeout=self._rng.expovariate(1 / self._rng.choice([0.002, 0.01, 0.05, 0.2])))
+        moment = self._rng.expovariate(1 / self._rng.choice([0.002, 0.01, 0.05, 0.2]))
+        await asyncio.wait([running], timeout=_DEADLINE_S if when_over else moment)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         self.moments[f"{_state(self._prefill, key)}, {_state(self._decode, key)}"] += 1
@@ -118,7 +119,9 @@ class _Router:
                 case Refused():
                     self.refused += 1
                     return
-                case Token0(_key, _token, finish) if finish is not None:
+                case Token0(choices=choices) if all(choice.finish_reason for choice in choices):
+                    return
+                case Failed():
                     return
                 case Tokens(_step, items) if any(item.key == key and item.finish_reason for item in items):
                     return
@@ -134,10 +137,13 @@ async def cancel_many(
     async with bench_pair(scheme, block_sizes) as (channel, prefill, decode):
         router = _Router(channel, prefill, decode, random.Random(seed))
         helpers = [asyncio.create_task(router.listen()), asyncio.create_task(router.ping())]
-        for _ in range(4 * clients):  # connections and threads are there from here on
+        # Connections and threads are there from here on: whole requests have been through both forward threads.
+        for _ in range(4):
+            await router.cancel_one(when_over=True)
+        for _ in range(4 * clients):
             await router.cancel_one()
         router.moments.clear()
-        threads, fds = _num_threads(), _num_fds()
+        threads, fds = _threads(), _num_fds()
         todo, began = iter(range(num_requests)), time.perf_counter()
 
         async def client() -> None:
@@ -154,7 +160,8 @@ async def cancel_many(
         result.cancelled, result.refused = num_requests, router.refused
         result.orphaned = sum(len(node.state.check()) for node in (prefill, decode))
         result.held = sum(_held(node) for node in (prefill, decode))
-        result.threads_grown, result.fds_grown = _num_threads() - threads, _num_fds() - fds
+        result.new_threads = sorted(thread.name for thread in _threads() - threads)
+        result.fds_grown = _num_fds() - fds
         result.moments = dict(router.moments.most_common())
         for helper in helpers:
             helper.cancel()
@@ -169,9 +176,9 @@ async def _settle(nodes: tuple[BenchNode, BenchNode]) -> float:
     return time.perf_counter() - began
 
 
-def _num_threads() -> int:
+def _threads() -> set[threading.Thread]:
     """Without those of asyncio's own executor, which makes another (up to a bound) whenever all are busy."""
-    return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
+    return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
 
 
 def _held(node: BenchNode) -> int:
@@ -206,7 +213,7 @@ def main() -> None:
         print(f"{scheme}: {result.acknowledged} of {result.cancelled} cancels acknowledged in {result.seconds:.1f} s,")
         print(f"  {result.blocks_freed} blocks freed, {result.refused} requests refused for lack of room")
         print(f"  nothing held after {result.settled_s:.2f} s: {result.held} held, {result.orphaned} orphaned,")
-        print(f"  {result.threads_grown} more threads, {result.fds_grown} more fds; cancelled while (on P, on D):")
+        print(f"  {len(result.new_threads)} more threads, {result.fds_grown} more fds; cancelled while (on P, on D):")
         for moment, times in result.moments.items():
             print(f"  {times:7} {moment}")
 

@@ -7,7 +7,7 @@ import pytest
 from cluster.api_keys import ApiKey, KeyRing, digest_of, new_key, plain_key, read_keys
 from cluster.config import ConfigError
 
-ONE, OTHER = new_key(), new_key()
+ONE, OTHER = "sk-one-" + "1" * 32, "sk-other-" + "2" * 32
 
 
 def entry(name: str, key: str, more: str = "") -> str:
