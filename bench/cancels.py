@@ -22,7 +22,20 @@ from bench.pair import FINGERPRINT, BenchNode, bench_pair
 from cluster.channel import Channel
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams
-from cluster.wire import Cancel, Cancelled, Failed, Granted, Message, Party, Ping, Refused, Reserve, Submit, Token0, Tokens
+from cluster.wire import (
+    Cancel,
+    Cancelled,
+    Failed,
+    Granted,
+    Message,
+    Party,
+    Ping,
+    Refused,
+    Reserve,
+    Submit,
+    Token0,
+    Tokens,
+)
 
 SCHEMES: Final = ("tcp", "ucx")
 SETTLED_S: Final = 2.0

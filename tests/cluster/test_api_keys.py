@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.api_keys import ApiKey, KeyRing, digest_of, new_key, plain_key, read_keys
+from cluster.api_keys import ApiKey, KeyRing, digest_of, plain_key, read_keys
 from cluster.config import ConfigError
 
 ONE, OTHER = "sk-one-" + "1" * 32, "sk-other-" + "2" * 32
