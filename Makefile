@@ -21,7 +21,7 @@ up: model
 	@exec $(BIN)/baton up $(ARGS)
 
 test: model
-	$(BIN)/python -m pytest -m 'not docker and not clients' $(PYTEST_ARGS)
+	scripts/test $(PYTEST_ARGS)
 
 check: $(VENV)/.installed
 	scripts/check

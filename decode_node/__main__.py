@@ -11,6 +11,7 @@ from cluster.garbage import permanent_objects
 from cluster.parent import exit_with_parent
 from cluster.telemetry import setup_logging
 from engine.node_config import RESTART, node_config, node_parser
+from engine.quick_torch import import_torch
 
 DESCRIPTION = "Receives prompts' KV blocks and streams the answers, one token of every request a step."
 
@@ -27,6 +28,7 @@ def main() -> int:
         return 2
     # Only now: torch sizes its thread pools from the environment and CPUs that node_config has just set.
     with permanent_objects():
+        import_torch()
         from decode_node.service import serve
         from kvtransfer.vendor import leave
 

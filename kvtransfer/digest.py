@@ -2,8 +2,8 @@
 
 The sender takes it when the block is final, before the transport reads it; it travels with the block's own
 introduction; the receiver takes it again from its own pool once the block has landed. It is xxh3-64 of the block's
-bytes, seeded with the block's identity: a digest made for another ticket, another position or another life of the
-block never fits. It finds faults, not attackers: those are kept out by the handshake.
+bytes, seeded with a mix of the block's identity: a digest made for another ticket, another position or another life
+of the block does not fit. It finds faults, not attackers: those are kept out by the handshake.
 
 ``full`` reads every byte. ``sampled`` reads 33 lines of 64 bytes, so it always sees zeroed, swapped, foreign and
 stale contents, and every contiguous damage of more than a sixteenth of the block plus 4 KiB; it is blind between
@@ -14,7 +14,6 @@ damage that repeats from block to block does not miss all samples. The last line
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -38,7 +37,10 @@ _NUM_PHASES: Final = 64
 # Reading all of a small block costs no more than choosing what to read.
 _ALWAYS_FULL_BYTES: Final = 16 << 10
 _NOTHING: Final = np.zeros((0, 0), np.intp)
-_IDENTITY: Final = struct.Struct(">QQQ")
+# Odd, so that multiplying by them modulo 2^64 loses nothing (the golden ratio, and a constant of splitmix64).
+_SPREAD_TICKET: Final = 0x9E3779B97F4A7C15
+_SPREAD_INDEX: Final = 0xBF58476D1CE4E5B9
+_64_BITS: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def block_digest(block: Block, identity: BlockIdentity, mode: DigestMode) -> int
 
 
 def _seed(identity: BlockIdentity) -> int:
-    return xxhash.xxh3_64_intdigest(_IDENTITY.pack(identity.ticket_id, identity.index, identity.generation))
+    mixed = (identity.ticket_id * _SPREAD_TICKET + identity.index) * _SPREAD_INDEX + identity.generation
+    return mixed & _64_BITS
 
 
 def _is_sampled(block_bytes: int) -> bool:
@@ -100,7 +103,8 @@ class Digester:
         block_bytes = pool.shape[1]
         # Made once: cutting a block into lines takes longer than reading the samples.
         self._lines = _lines(pool).reshape(len(pool), -1, _LINE_BYTES // 8) if _is_sampled(block_bytes) else None
-        self._sampled = np.stack(_sampled_lines(block_bytes // _LINE_BYTES)) if self._lines is not None else _NOTHING
+        self._phases = _sampled_lines(block_bytes // _LINE_BYTES) if self._lines is not None else ()
+        self._sampled = np.stack(self._phases) if self._phases else _NOTHING
         self._lock = threading.Lock()
         self._failures = 0
         self._seconds = 0.0
@@ -117,7 +121,16 @@ class Digester:
 
     def take(self, block_id: int, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a local block, for a receiver that asks for ``mode``."""
-        return self.take_all([(block_id, identity)], mode)[0]
+        if mode == "off":
+            return 0
+        began = time.perf_counter()
+        if mode == "sampled" and self._lines is not None:
+            sample = self._lines[block_id].take(self._phases[identity.index % _NUM_PHASES], axis=0)
+            digest = xxhash.xxh3_64_intdigest(sample, _seed(identity))
+        else:
+            digest = block_digest(self._pool[block_id], identity, mode)
+        self._spent(began)
+        return digest
 
     def take_of(self, block: Block, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a block that is not in the pool."""
@@ -141,16 +154,12 @@ class Digester:
         return digests
 
     def _sample(self, blocks: Sequence[tuple[int, BlockIdentity]], lines: npt.NDArray[np.uint64]) -> list[int]:
-        if len(blocks) == 1:
-            ((block_id, identity),) = blocks
-            sample = lines[block_id].take(self._sampled[identity.index % _NUM_PHASES], axis=0)
-            return [xxhash.xxh3_64_intdigest(sample.data, _seed(identity))]
         block_ids = np.fromiter((block_id for block_id, _ in blocks), np.intp, len(blocks))
         phases = np.fromiter((identity.index % _NUM_PHASES for _, identity in blocks), np.intp, len(blocks))
         rows = self._sampled[phases] + (block_ids * lines.shape[1])[:, None]
         samples = lines.reshape(-1, lines.shape[2]).take(rows, axis=0)
         return [
-            xxhash.xxh3_64_intdigest(sample.data, _seed(identity))
+            xxhash.xxh3_64_intdigest(sample, _seed(identity))
             for sample, (_, identity) in zip(samples, blocks, strict=True)
         ]
 
