@@ -37,10 +37,11 @@ _NUM_PHASES: Final = 64
 # Reading all of a small block costs no more than choosing what to read.
 _ALWAYS_FULL_BYTES: Final = 16 << 10
 _NOTHING: Final = np.zeros((0, 0), np.intp)
-# Odd, so that multiplying by them modulo 2^64 loses nothing (the golden ratio, and a constant of splitmix64).
-_SPREAD_TICKET: Final = 0x9E3779B97F4A7C15
-_SPREAD_INDEX: Final = 0xBF58476D1CE4E5B9
+# Odd, so that multiplying by it modulo 2^64 loses nothing (the golden ratio).
+_SPREAD: Final = 0x9E3779B97F4A7C15
 _64_BITS: Final = (1 << 64) - 1
+# So many has an index of a ticket (`kvtransfer.ticket`, which imports this file).
+_INDEX_BITS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,9 @@ def block_digest(block: Block, identity: BlockIdentity, mode: DigestMode) -> int
 
 
 def _seed(identity: BlockIdentity) -> int:
-    mixed = (identity.ticket_id * _SPREAD_TICKET + identity.index) * _SPREAD_INDEX + identity.generation
-    return mixed & _64_BITS
+    # Ticket and index have room beside each other, as in a UCX tag.
+    place = (identity.ticket_id << _INDEX_BITS) | identity.index
+    return (place ^ (identity.generation * _SPREAD)) & _64_BITS
 
 
 def _is_sampled(block_bytes: int) -> bool:

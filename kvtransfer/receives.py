@@ -23,9 +23,12 @@ from kvtransfer.session import ReceiveSession
 from kvtransfer.ticket import BlockHandle, PeerId, check_handles
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Claim:
-    """One block that may be written now, by ``peer``, who says that it will have ``digest``. Held by a transport."""
+    """One block that may be written now, by ``peer``, who says that it will have ``digest``. Held by a transport.
+
+    Never changed; not frozen only because making a frozen one takes three times as long, and there is one a block.
+    """
 
     ticket_id: int
     index: int
@@ -155,8 +158,11 @@ class ReceiveLedger:
             self._meter.moving(1)
             return claim
 
-    def landed(self, claims: Iterable[Claim]) -> None:
-        """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for."""
+    def landed(self, claims: Iterable[Claim], *, wake: bool = True) -> None:
+        """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for.
+
+        Without ``wake`` the caller wakes the event box himself, once more blocks have landed.
+        """
         arrived: dict[int, list[int]] = {}
         with self._lock:
             for claim in claims:
@@ -168,7 +174,8 @@ class ReceiveLedger:
                     ticket.arrived.add(claim.index)
                     arrived.setdefault(claim.ticket_id, []).append(claim.index)
             self._events.put(*(BlocksArrived(ticket_id, tuple(indexes)) for ticket_id, indexes in arrived.items()))
-        self._events.wake()
+        if wake:
+            self._events.wake()
 
     def abandon(self, claims: Iterable[Claim], reason: str) -> None:
         """The blocks did not arrive and cannot be written any more. Emits `ReceiveFailed` or `Withdrawn`."""

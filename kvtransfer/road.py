@@ -83,15 +83,18 @@ class RoadContext:
         staged = push.staged.pop(item.index, None)
         return self._gather(push, item.run) if staged is None else staged
 
-    def arrive(self, claims: Iterable[Claim]) -> None:
-        """Receiver: these blocks have landed whole. Only one that holds what its sender says arrives."""
+    def arrive(self, claims: Iterable[Claim], *, wake: bool = True) -> None:
+        """Receiver: these blocks have landed whole. Only one that holds what its sender says arrives.
+
+        Without ``wake`` the road wakes the event box at the end of its turn.
+        """
         good: list[Claim] = []
         bad: list[Claim] = []
         for claim in claims:
             fits = self.digester.fits(claim.block_id, claim.identity, claim.digest)
             (good if fits else bad).append(claim)
         if good:
-            self.receives.landed(good)
+            self.receives.landed(good, wake=wake)
         for claim in bad:
             logger.error("%s does not hold what %s sent: wrong digest", claim, claim.peer.node_id)
             self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")

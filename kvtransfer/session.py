@@ -90,6 +90,7 @@ class _Session(Generic[S]):
     def __init__(self, table: TransitionTable[S], ends: dict[S, S], now: float) -> None:
         self._life = Life(table, now)
         self._ends = ends
+        self._draining = tuple(ends)  # asked for every block, and an Enum hashes slowly
         self._forced = False
         self.began_s = now
 
@@ -106,7 +107,7 @@ class _Session(Generic[S]):
     @property
     def is_draining(self) -> bool:
         """True while it is unwanted and waits for what the transport has in hand."""
-        return self.state in self._ends
+        return self.state in self._draining
 
     def must_be_forced(self, now: float) -> bool:
         """True once, when it has been draining for too long."""

@@ -34,6 +34,8 @@ from kvtransfer.ucx_wire import (
 # A retired worker serves the tickets that know its address for so long at most.
 RETIRED_S: Final = 30.0
 _FAREWELL_S: Final = 0.5
+# Then the road's other workers have their turn.
+_ROUNDS: Final = 32
 _INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 
 
@@ -68,12 +70,19 @@ class Intake:
     def needs_fence(self) -> bool:
         return bool(self._doubtful)
 
+    @property
+    def busy(self) -> bool:
+        """Blocks are landing."""
+        return bool(self._landing)
+
     def turn(self) -> None:
-        """Progress, decide on what arrived, report what landed."""
-        self.worker.progress()
-        while (message := self.worker.probe()) is not None:
-            self._decide(message)
-        self._reap()
+        """Progress, decide on what arrived, report what landed; again while blocks land one right after the other."""
+        for _ in range(_ROUNDS):
+            self.worker.progress()
+            while (message := self.worker.probe()) is not None:
+                self._decide(message)
+            if not self._reap():
+                break
 
     def peer_dead(self, peer: PeerId) -> None:
         """Doubt every block that may be this peer's. A ticket may have had several senders; doubt is cheap."""
@@ -144,7 +153,8 @@ class Intake:
             request = self.worker.receive(message, self._blocks[claim.block_id])
             self._landing.append((request, claim))
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
+        """Report what has landed. Returns whether something had."""
         self._reap_notes()
         for endpoint in self._replies.values():
             if endpoint.broken:
@@ -154,7 +164,7 @@ class Intake:
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:
-            return
+            return False
         self._landing = [pair for pair in self._landing if not pair[0].done]
         landed: list[Claim] = []
         for request, claim in done:
@@ -165,7 +175,9 @@ class Intake:
                 self._doubt([(request, claim)], error)
                 if claim.peer not in self._context.dead:
                     self._context.events.put(PeerLost(claim.peer.node_id, claim.peer.epoch))
-        self._context.arrive(landed)
+        # The owner's thread takes the GIL when it is woken: once a turn, not once a block.
+        self._context.arrive(landed, wake=False)
+        return True
 
     def _reap_notes(self) -> None:
         waiting = []

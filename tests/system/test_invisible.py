@@ -112,7 +112,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "par
 CHOICES: dict[str, Any] = {"required": "required", "named": {"type": "function", "function": {"name": "look_up"}}}
 
 
-@pytest.mark.parametrize(("choice", "sampling", "n"), [("required", "greedy", 1), ("named", "seeded", 3)])
+@pytest.mark.parametrize(("choice", "sampling", "n"), [("required", "greedy", 1), ("named", "seeded", 2)])
 async def test_the_split_does_not_show_in_calls_of_tools(
     stack: Stack, oracle_client: httpx.AsyncClient, choice: str, sampling: str, n: int
 ) -> None:
