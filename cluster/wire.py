@@ -30,7 +30,7 @@ from cluster.request import (
     TokenLogprobs,
 )
 
-WIRE_VERSION: Final = 3
+WIRE_VERSION: Final = 4
 MAX_FRAME_BYTES: Final = 8 << 20
 
 # Checked when a message is decoded, so that no node ever computes with a number or a name it cannot hold.
@@ -174,7 +174,7 @@ class Capsule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``choices`` are those that did not end with token 0, in order. ``num_emitted`` counts generated tokens including
     it. ``tail_token_ids`` are the prompt's tokens after its last full block of D: D names the block they complete.
     ``penalty_counts``, set if and only if a penalty is on, tell of the prompt and of what was generated before
-    token 0, which is the choices' own. ``output_token_ids`` is that output itself, given if there is a grammar.
+    token 0, which is the choices' own. ``output_token_ids`` is that output itself, given if ``sampling`` reads it.
     """
 
     prompt_len: Count

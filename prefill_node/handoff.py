@@ -242,9 +242,8 @@ class Handoff:
         )
 
     def _output(self) -> tuple[int, ...]:
-        """What was generated before token 0, if the request has a grammar."""
-        has_grammar = self.sampling.grammar is not None
-        return tuple(self.prompt[len(self.prompt) - self.num_emitted :]) if has_grammar else ()
+        """What was generated before token 0, if the request's options read it."""
+        return self.prompt[len(self.prompt) - self.num_emitted :] if self.sampling.reads_output else ()
 
     def report(self) -> dict[str, str | int | float]:
         """One row of ``/debug/kv``."""

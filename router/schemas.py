@@ -24,6 +24,8 @@ MAX_STOPS: Final = 64
 MAX_STOP_BYTES: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIASES: Final = 4096
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_BYTES: Final = 256
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 NaturalInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
@@ -47,7 +49,6 @@ _NO: Final[tuple[Any, ...]] = (None, False)
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 # Options that change the answer and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "bad_words": _NOTHING,
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO,
@@ -92,6 +93,7 @@ class RequestFields(StructureFields, kw_only=True):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
     seed: Seed | None = None
     min_tokens: NaturalInt | None = None
     stop: str | list[str] | None = None
@@ -223,6 +225,12 @@ def _check_shared(request: RequestFields) -> None:
     if len(request.logit_bias or ()) > MAX_LOGIT_BIASES:
         text = f"`logit_bias` takes at most {MAX_LOGIT_BIASES} tokens."
         raise InvalidRequestError(text, param="logit_bias")
+    words = request.bad_words or ()
+    if len(words) > MAX_BAD_WORDS or any(not w.strip() or len(w.encode()) > MAX_BAD_WORD_BYTES for w in words):
+        text = (
+            f"`bad_words` takes at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_BYTES} bytes each, not only blanks."
+        )
+        raise InvalidRequestError(text, param="bad_words")
     structure_of(request)
     if request.allowed_token_ids == []:
         raise InvalidRequestError("`allowed_token_ids` must not be empty.", param="allowed_token_ids")

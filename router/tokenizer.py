@@ -70,6 +70,13 @@ class Tokenizer:
             return self._encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
 
+    def encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The token sequences that write short words, at the beginning of a text and after a space; each once."""
+        stripped = (word.lstrip() for word in words)
+        texts = [text for word in stripped for text in (word, f" {word}")]
+        found = (self._encode(text, add_special_tokens=False) for text in texts)
+        return [token_ids for token_ids in dict.fromkeys(found) if token_ids]
+
     async def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, max_tokens: int, tools: Sequence[dict[str, Any]] | None = None
     ) -> tuple[int, ...]:
