@@ -139,10 +139,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     Of the model's distribution, before temperature, penalties, bias and filters (vLLM's default, ``raw_logprobs``).
     Never below :data:`LOGPROB_FLOOR`. If the generated token is among ``top``, the two values are the same float.
+    ``rank`` says of a prompt's token how many of the vocabulary are at least as likely (itself included, so that the
+    likeliest has 1); of a generated one it is not counted, 0.
     """
 
     chosen: Logprob
     top: tuple[tuple[TokenId, Logprob], ...] = ()
+    rank: Count = 0
 
 
 def finish_reason(sampling: SamplingParams, token_id: int, num_generated: int) -> FinishReason | None:

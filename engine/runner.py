@@ -110,7 +110,7 @@ class ModelRunner:
             with np.errstate(all="ignore"):
                 if not np.isfinite(logits.sum(axis=1)).all():
                     return None
-            found += token_logprobs(logits, targets, [chunk.num_target_logprobs] * len(targets))
+            found += token_logprobs(logits, targets, [chunk.num_target_logprobs] * len(targets), ranked=True)
         return tuple(found)
 
     def _problem(self, chunk: SequenceChunk) -> str | None:

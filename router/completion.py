@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from cluster.errors import BatonError, EngineError
 from cluster.request import FinishReason
-from router.logprobs import TokenEntry, TokenNames, chat_logprobs, completion_logprobs
+from router.logprobs import PromptScores, TokenEntry, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from router.replies import (
     AssistantMessage,
     CallDelta,
@@ -30,6 +30,7 @@ from router.replies import (
     ErrorBody,
     ErrorReply,
     MadeCall,
+    PromptLogprobs,
     Usage,
 )
 from router.tool_calls import Call
@@ -43,7 +44,8 @@ class Piece:
 
     ``entries`` has an entry a token if log-probabilities were asked for; an echoed prompt has entries and no
     ``token_ids``, which are generated ones. ``calls`` are those that became complete, and no part of ``text``; with
-    ``ends_by_call`` the model has ended a choice with calls, and waits for what they return.
+    ``ends_by_call`` the model has ended a choice with calls, and waits for what they return. ``scores`` are those of
+    the prompt, if they are to be told apart from the text.
     """
 
     text: str
@@ -53,6 +55,12 @@ class Piece:
     entries: tuple[TokenEntry, ...] = ()
     calls: tuple[Call, ...] = ()
     ends_by_call: bool = False
+    scores: PromptScores | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """Of how many tokens names and numbers are to be written."""
+        return len(self.entries) + (0 if self.scores is None else len(self.scores.logprobs))
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -67,6 +75,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         entries=tuple(entry for piece in pieces for entry in piece.entries),
         calls=tuple(call for piece in pieces for call in piece.calls),
         ends_by_call=pieces[-1].ends_by_call,
+        scores=next((piece.scores for piece in pieces if piece.scores is not None), None),
     )
 
 
@@ -116,6 +125,8 @@ class CompletionFormat:
         if prompts is not None:
             for choice in choices:
                 choice.prompt_token_ids = prompts[choice.index]
+        for choice, piece in zip(choices, pieces, strict=True):
+            choice.prompt_logprobs = _prompt_logprobs(piece, self._head.names)
         return msgspec.json.encode(self._reply(choices, usage))
 
     def opening(self, index: int, prompt_ids: tuple[int, ...] | None, usage: Usage | None) -> bytes:
@@ -168,6 +179,7 @@ class ChatFormat:
             choices=[self._choice(index, piece, with_ids=prompts is not None) for index, piece in enumerate(pieces)],
             usage=usage,
             prompt_token_ids=prompts[0] if prompts else UNSET,
+            prompt_logprobs=_prompt_logprobs(pieces[0], head.names),
         )
         return msgspec.json.encode(reply)
 
@@ -259,6 +271,10 @@ def error_frame(error: BatonError) -> bytes:
     """
     reply = ErrorReply(ErrorBody(error.message, error.kind, error.param, error.status))
     return b"event: error\n" + _event(reply)
+
+
+def _prompt_logprobs(piece: Piece, names: TokenNames) -> PromptLogprobs | UnsetType:
+    return UNSET if piece.scores is None else prompt_logprobs(piece.scores, names)
 
 
 def _event(frame: msgspec.Struct) -> bytes:

@@ -19,7 +19,7 @@ from router.tool_formats import ToolFormat
 from router.tools import ToolUse, shown
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-# Numbers that one answer may hold about its prompts. At the bound their JSON has about 20 MB.
+# Numbers that one answer may hold about its prompts. At the bound their JSON has about 20 MB, as prompt_logprobs 40.
 MAX_PROMPT_LOGPROBS: Final = 1 << 19
 
 UsageReport = Literal["none", "last", "every"]
@@ -31,7 +31,8 @@ class Plan:
 
     ``prompt_texts`` are the generations' prompts, where a completion's answer shows or measures them: with ``echo``
     each choice begins with its prompt, otherwise only the offsets of log-probabilities do. With ``score_only`` the one
-    token that every choice makes is no part of the answer.
+    token that every choice makes is no part of the answer. ``num_prompt_logprobs`` (None: none) are to be told apart
+    from the text, whether or not that shows some of them.
     """
 
     endpoint: Literal["completions", "chat"]
@@ -43,6 +44,7 @@ class Plan:
     prompt_texts: tuple[str, ...] = ()
     echo: bool = False
     score_only: bool = False
+    num_prompt_logprobs: int | None = None
 
 
 class Planner:
@@ -83,7 +85,7 @@ class Planner:
             generations.append(self._completion(request, token_ids, max_tokens or 1, grammar))
             if request.echo or request.logprobs is not None:
                 texts.append(await self._prompt_text(prompt, request))
-        _check_prompt_logprobs(generations)
+        _check_prompt_logprobs(generations, request)
         return Plan(
             endpoint="completions",
             generations=tuple(generations),
@@ -94,6 +96,7 @@ class Planner:
             prompt_texts=tuple(texts),
             echo=bool(request.echo),
             score_only=request.max_tokens == 0,
+            num_prompt_logprobs=request.prompt_logprobs,
         )
 
     async def chat(self, request: ChatRequest) -> Plan:
@@ -117,13 +120,16 @@ class Planner:
             num_logprobs=num_logprobs,
             grammar=await self._grammar(request, use),
         )
+        generation = Generation(token_ids, sampling, request.cache_salt or "", request.prompt_logprobs)
+        _check_prompt_logprobs((generation,), request)
         return Plan(
             endpoint="chat",
-            generations=(Generation(token_ids, sampling, request.cache_salt or ""),),
+            generations=(generation,),
             rules=self._chat_rules(request, use),
             stream=bool(request.stream),
             usage=_usage_report(request),
             return_token_ids=bool(request.return_token_ids),
+            num_prompt_logprobs=request.prompt_logprobs,
         )
 
     def check_model(self, model: str | None) -> None:
@@ -163,7 +169,8 @@ class Planner:
         sampling = sampling_params(
             request, self._tokenizer, max_tokens=max_tokens, num_logprobs=request.logprobs, grammar=grammar
         )
-        of_prompt = request.logprobs if request.echo else None
+        shown = [request.prompt_logprobs, request.logprobs if request.echo else None]
+        of_prompt = max((count for count in shown if count is not None), default=None)
         return Generation(token_ids, sampling, request.cache_salt or "", of_prompt)
 
     async def _prompt_text(self, prompt: str | TokenIds, request: CompletionRequest) -> str:
@@ -198,15 +205,17 @@ def _room(prompt_len: int, wanted: int | None, limit: int, field: str) -> int:
     )
 
 
-def _check_prompt_logprobs(generations: Sequence[Generation]) -> None:
+def _check_prompt_logprobs(generations: Sequence[Generation], request: RequestFields) -> None:
     num_values = sum(
         len(generation.prompt_token_ids) * (generation.num_prompt_logprobs + 1) * generation.sampling.num_choices
         for generation in generations
         if generation.num_prompt_logprobs is not None
     )
     if num_values > MAX_PROMPT_LOGPROBS:
-        text = f"`logprobs` with `echo` asks for {num_values} values about the prompts, over {MAX_PROMPT_LOGPROBS}."
-        raise InvalidRequestError(f"{text} Send fewer prompts at once.", param="logprobs")
+        field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        named = "`logprobs` with `echo`" if field == "logprobs" else "`prompt_logprobs`"
+        text = f"{named} asks for {num_values} values about the prompts, over {MAX_PROMPT_LOGPROBS}."
+        raise InvalidRequestError(f"{text} Send fewer prompts at once.", param=field)
 
 
 def _text_rules(request: RequestFields) -> TextRules:

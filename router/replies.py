@@ -79,6 +79,18 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    """vLLM's: ``rank`` 1 is the likeliest of the vocabulary at that place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id, in the order of the prompt; nothing comes before its first token.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One continuation, or its next part in a stream."""
 
@@ -89,6 +101,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):
@@ -176,6 +189,7 @@ class ChatReply(_Reply, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatChunk(_Reply, kw_only=True):

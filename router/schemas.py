@@ -49,7 +49,6 @@ _NO: Final[tuple[Any, ...]] = (None, False)
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 # Options that change the answer and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO,
 }
@@ -106,6 +105,7 @@ class RequestFields(StructureFields, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
     cache_salt: Salt | None = None
 
     def num_choices(self) -> int:
@@ -215,6 +215,9 @@ def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
 def _check_shared(request: RequestFields) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("`stream_options` needs `stream`: true.", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        text = "`prompt_logprobs` belong to a whole answer: they cannot be had with `stream`: true."
+        raise InvalidRequestError(text, param="prompt_logprobs")
     stops = request.stops()
     if len(stops) > MAX_STOPS or any(len(stop.encode()) > MAX_STOP_BYTES for stop in stops):
         text = f"`stop` takes at most {MAX_STOPS} strings of at most {MAX_STOP_BYTES} bytes each."

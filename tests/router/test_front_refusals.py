@@ -85,7 +85,13 @@ _SHARED += [("include_stop_str_in_output", "1"), ("skip_special_tokens", '"xyzzy
 _SHARED += [("spaces_between_special_tokens", "0"), ("echo", "0")]
 _SHARED += [("bad_words", v) for v in ('""', '[""]', '["a", " \\t"]', "[1]", "5", '"xyzzy"', json.dumps(["é" * 129]))]
 _SHARED += [("bad_words", json.dumps(["x"] * 257))]
-_SHARED += [("prompt_logprobs", "0"), ("guided_json", '"xyzzy"'), ("guided_json", "5"), ("guided_regex", '"((("')]
+_SHARED += [
+    ("prompt_logprobs", '"xyzzy"'),
+    ("prompt_logprobs", "true"),
+    ("guided_json", '"xyzzy"'),
+    ("guided_json", "5"),
+    ("guided_regex", '"((("'),
+]
 _SHARED += [("guided_choice", v) for v in ("[]", "[1]", '"xyzzy"')] + [
     ("guided_grammar", v) for v in ('"%%"', '""', "1")
 ]
