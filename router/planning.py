@@ -72,11 +72,7 @@ class Planner:
         grammar = await self._grammar(request)
         generations, texts = [], []
         for prompt in request.prompts():
-            if isinstance(prompt, str):
-                special = request.add_special_tokens is not False
-                token_ids = await self._tokenizer.encode_prompt(prompt, max_tokens=limit, add_special_tokens=special)
-            else:
-                token_ids = prompt
+            token_ids = await self._prompt_ids(prompt, request, limit)
             shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
             # Scoring makes one token that nobody sees: it needs its place.
             room = _room(len(token_ids), request.max_tokens or None, shared, "prompt")
@@ -84,7 +80,8 @@ class Planner:
             max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
             generations.append(self._completion(request, token_ids, max_tokens or 1, grammar))
             if request.echo or request.logprobs is not None:
-                texts.append(await self._prompt_text(prompt, request))
+                whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
+                texts.append(await self._prompt_text(prompt if whole else token_ids, request))
         _check_prompt_logprobs(generations, request)
         return Plan(
             endpoint="completions",
@@ -104,12 +101,13 @@ class Planner:
         self.check_model(request.model)
         limit = self._limit()
         use = request.tool_use()
+        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         token_ids = await self._tokenizer.encode_chat(
             request.conversation(),
             max_tokens=limit,
             tools=None if use is None else [shown(function) for function in use.functions],
+            keep=_num_kept(request, limit, wanted or 1),
         )
-        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
         room = _room(len(token_ids), wanted, shared, "messages")
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -173,6 +171,14 @@ class Planner:
         of_prompt = max((count for count in shown if count is not None), default=None)
         return Generation(token_ids, sampling, request.cache_salt or "", of_prompt)
 
+    async def _prompt_ids(self, prompt: str | TokenIds, request: CompletionRequest, limit: int) -> TokenIds:
+        wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+        keep = _num_kept(request, limit, wanted)
+        if not isinstance(prompt, str):
+            return prompt if keep is None else prompt[-keep:]
+        special = request.add_special_tokens is not False
+        return await self._tokenizer.encode_prompt(prompt, max_tokens=limit, add_special_tokens=special, keep=keep)
+
     async def _prompt_text(self, prompt: str | TokenIds, request: CompletionRequest) -> str:
         if isinstance(prompt, str):
             return prompt
@@ -188,6 +194,12 @@ def for_tenant(plan: Plan, salt: str | None) -> Plan:
         replace(generation, cache_salt=f"{len(salt)}:{salt}{generation.cache_salt}") for generation in plan.generations
     )
     return replace(plan, generations=generations)
+
+
+def _num_kept(request: RequestFields, limit: int, wanted: int) -> int | None:
+    """How many of its last tokens a prompt keeps (None: all), if ``wanted`` tokens are to follow."""
+    asked = request.truncate_prompt_tokens
+    return max(1, limit - wanted) if asked == -1 else asked
 
 
 def _room(prompt_len: int, wanted: int | None, limit: int, field: str) -> int:

@@ -41,6 +41,7 @@ Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[
     dict[str, Bias], msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}})
 ]
+NumKept = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 Salt = Annotated[str, msgspec.Meta(max_length=256)]
 TokenIds = tuple[int, ...]
@@ -49,7 +50,6 @@ _NO: Final[tuple[Any, ...]] = (None, False)
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 # Options that change the answer and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO,
 }
 _UNSUPPORTED_COMPLETION: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
@@ -106,6 +106,7 @@ class RequestFields(StructureFields, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: NumKept | None = None
     cache_salt: Salt | None = None
 
     def num_choices(self) -> int:
@@ -218,6 +219,9 @@ def _check_shared(request: RequestFields) -> None:
     if request.prompt_logprobs is not None and request.stream:
         text = "`prompt_logprobs` belong to a whole answer: they cannot be had with `stream`: true."
         raise InvalidRequestError(text, param="prompt_logprobs")
+    if request.truncate_prompt_tokens == 0:
+        text = "`truncate_prompt_tokens` must be at least 1, or -1 for as many as fit."
+        raise InvalidRequestError(text, param="truncate_prompt_tokens")
     stops = request.stops()
     if len(stops) > MAX_STOPS or any(len(stop.encode()) > MAX_STOP_BYTES for stop in stops):
         text = f"`stop` takes at most {MAX_STOPS} strings of at most {MAX_STOP_BYTES} bytes each."

@@ -133,6 +133,14 @@ def test_a_bad_word_of_several_tokens_forbids_the_last_of_them_only(
         assert found == [*plain[:place], likeliest[1]]
 
 
+def test_a_prompt_that_is_cut_answers_as_its_end_alone(
+    http: httpx.Client, text_tokenizer: tokenizers.Tokenizer
+) -> None:
+    end = text_tokenizer.encode(PROMPT, add_special_tokens=False).ids[-5:]
+    assert ids(http, truncate_prompt_tokens=5) == ids(http, prompt=end)
+    assert ids(http, prompt=[*range(300, 400), *end], truncate_prompt_tokens=5) == ids(http, prompt=end)
+
+
 def test_repetition_penalty_forbids_the_prompts_tokens_too(http: httpx.Client) -> None:
     plain = ids(http, prompt=[300, 301] * 8)
     assert set(plain) & {300, 301}

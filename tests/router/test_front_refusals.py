@@ -84,6 +84,7 @@ _SHARED += [("allowed_token_ids", v) for v in ("[]", "[-1]", "[49152]", "[1.0]",
 _SHARED += [("include_stop_str_in_output", "1"), ("skip_special_tokens", '"xyzzy"'), ("skip_special_tokens", "0")]
 _SHARED += [("spaces_between_special_tokens", "0"), ("echo", "0")]
 _SHARED += [("bad_words", v) for v in ('""', '[""]', '["a", " \\t"]', "[1]", "5", '"xyzzy"', json.dumps(["é" * 129]))]
+_SHARED += [("truncate_prompt_tokens", v) for v in ("0", "-2", "true", "1.0", '"xyzzy"')]
 _SHARED += [("bad_words", json.dumps(["x"] * 257))]
 _SHARED += [
     ("prompt_logprobs", '"xyzzy"'),
