@@ -6,6 +6,7 @@ if they were ignored. Errors name the field and the type wanted, never what was 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ from router.conversation import ChatMessage, template_messages
 from router.strict_json import decode, translate
 from router.structured import StructureFields, structure_of
 from router.tools import ToolChoice, Tools, ToolUse, tool_use_of
+from router.unknown_fields import UnknownFields
 
 MAX_INT: Final = 2**31 - 1
 MAX_PROMPTS: Final = 128
@@ -172,9 +174,9 @@ class ChatRequest(RequestFields, kw_only=True):
         return template_messages(self.messages)
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Decode and check a completions body. Raises :class:`InvalidRequestError`."""
-    refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
+def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> CompletionRequest:
+    """Decode and check a completions body; ``unknown`` hears of its fields. Raises :class:`InvalidRequestError`."""
+    names = refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
     request = decode(_completion_decoder, body)
     _check_shared(request)
     if request.best_of not in (None, 1, request.n):
@@ -182,12 +184,14 @@ def decode_completion(body: bytes) -> CompletionRequest:
         raise InvalidRequestError(text, param="best_of")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequestError("`max_tokens` must be at least 1, or 0 with `echo`.", param="max_tokens")
+    if unknown is not None:
+        unknown.note(names, _KNOWN_COMPLETION)
     return request
 
 
-def decode_chat(body: bytes) -> ChatRequest:
-    """Decode and check a chat body. Raises :class:`InvalidRequestError`."""
-    refuse_unsupported(body, _UNSUPPORTED_CHAT)
+def decode_chat(body: bytes, unknown: UnknownFields | None = None) -> ChatRequest:
+    """Decode and check a chat body, as :func:`decode_completion` does. Raises :class:`InvalidRequestError`."""
+    names = refuse_unsupported(body, _UNSUPPORTED_CHAT)
     request = decode(_chat_decoder, body)
     _check_shared(request)
     if request.top_logprobs and not request.logprobs:
@@ -196,12 +200,17 @@ def decode_chat(body: bytes) -> ChatRequest:
     if tools is not None and tools.forced and structure is not None:
         text = f"`{structure.field}` cannot be combined with a `tool_choice` that forces a call."
         raise InvalidRequestError(text, param=structure.field)
+    if unknown is not None:
+        unknown.note(names, _KNOWN_CHAT)
     return request
 
 
-def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
-    """Raise :class:`InvalidRequestError` for a field of ``table`` with another value than those it lists there."""
-    for field, raw in decode(_fields_decoder, body).items():
+def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> Iterable[str]:
+    """The names of the body's fields. Raises :class:`InvalidRequestError` for one of ``table`` with another value than
+    those it lists there.
+    """
+    fields = decode(_fields_decoder, body)
+    for field, raw in fields.items():
         neutral = table.get(field)
         if neutral is None:
             continue
@@ -211,6 +220,7 @@ def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
             raise translate(error) from None
         if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
             raise InvalidRequestError(f"`{field}` is not supported yet.", param=field)
+    return fields
 
 
 def _check_shared(request: RequestFields) -> None:
@@ -243,6 +253,8 @@ def _check_shared(request: RequestFields) -> None:
         raise InvalidRequestError("`allowed_token_ids` must not be empty.", param="allowed_token_ids")
 
 
+_KNOWN_COMPLETION: Final = frozenset((*CompletionRequest.__struct_fields__, *_UNSUPPORTED_COMPLETION))
+_KNOWN_CHAT: Final = frozenset((*ChatRequest.__struct_fields__, *_UNSUPPORTED_CHAT))
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
