@@ -52,7 +52,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to choose tokens, checked by the router before it is built. Every default is neutral and takes no bytes.
 
-    ``max_tokens`` counts generated tokens including token 0. ``seed`` is always set: the router draws one for an
+    ``max_tokens`` counts generated tokens including token 0; with 0 the prompt is computed (and scored) and nothing is
+    drawn, of any choice. ``seed`` is always set: the router draws one for an
     unseeded request, so that a failover draws the same noise. ``choice`` tells the answers to one prompt apart:
     ``num_choices`` of them are asked for at once, ``choice`` and those after it (:meth:`choices`).
     ``stop_token_ids`` already holds the model's EOS ids unless the client asked to ignore them; stop strings are the
@@ -95,6 +96,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[BadWord, ...] = ()
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Grammar | None = None
+
+    @property
+    def prefill_only(self) -> bool:
+        """True if no token is generated: the request never needs a decode node."""
+        return self.max_tokens == 0
 
     def choices(self) -> tuple[SamplingParams, ...]:
         """One for each choice, in order, as if it had been asked for alone."""

@@ -158,9 +158,6 @@ class Answer(Response):
     def _generated(self, number: int, index: int, delta: TokenDelta) -> Piece:
         """What a delta adds to its choice."""
         plan, choice = self._plan, self._choices[index]
-        if plan.score_only:
-            choice.cached_tokens = delta.cached_tokens
-            return Piece("", (), "length")
         return moved(choice.feed(delta), len(plan.prompt_texts[number]) if plan.prompt_texts else 0)
 
     async def _opening(self, number: int, indexes: Sequence[int], first: TokenDelta) -> bytes:

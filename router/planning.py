@@ -30,9 +30,8 @@ class Plan:
     """One request, ready to run. With ``n`` choices each, ``generations[i]`` gives choices ``i * n`` and on.
 
     ``prompt_texts`` are the generations' prompts, where a completion's answer shows or measures them: with ``echo``
-    each choice begins with its prompt, otherwise only the offsets of log-probabilities do. With ``score_only`` the one
-    token that every choice makes is no part of the answer. ``num_prompt_logprobs`` (None: none) are to be told apart
-    from the text, whether or not that shows some of them.
+    each choice begins with its prompt, otherwise only the offsets of log-probabilities do.
+    ``num_prompt_logprobs`` (None: none) are to be told apart from the text, whether or not that shows some of them.
     """
 
     endpoint: Literal["completions", "chat"]
@@ -43,7 +42,6 @@ class Plan:
     return_token_ids: bool
     prompt_texts: tuple[str, ...] = ()
     echo: bool = False
-    score_only: bool = False
     num_prompt_logprobs: int | None = None
 
 
@@ -73,12 +71,12 @@ class Planner:
         generations, texts = [], []
         for prompt in request.prompts():
             token_ids = await self._prompt_ids(prompt, request, limit)
-            shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
-            # Scoring makes one token that nobody sees: it needs its place.
-            room = _room(len(token_ids), request.max_tokens or None, shared, "prompt")
+            num_choices = 1 if request.max_tokens == 0 else request.num_choices()
+            shared = self._limit_of_each(limit, len(token_ids), num_choices)
+            room = _room(len(token_ids), request.max_tokens, shared, "prompt")
             in_vocabulary(token_ids, self._tokenizer.vocab_size, "prompt")
             max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
-            generations.append(self._completion(request, token_ids, max_tokens or 1, grammar))
+            generations.append(self._completion(request, token_ids, max_tokens, grammar))
             if request.echo or request.logprobs is not None:
                 whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
                 texts.append(await self._prompt_text(prompt if whole else token_ids, request))
@@ -92,7 +90,6 @@ class Planner:
             return_token_ids=bool(request.return_token_ids),
             prompt_texts=tuple(texts),
             echo=bool(request.echo),
-            score_only=request.max_tokens == 0,
             num_prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -172,7 +169,7 @@ class Planner:
         return Generation(token_ids, sampling, request.cache_salt or "", of_prompt)
 
     async def _prompt_ids(self, prompt: str | TokenIds, request: CompletionRequest, limit: int) -> TokenIds:
-        wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
+        wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         keep = _num_kept(request, limit, wanted)
         if not isinstance(prompt, str):
             return prompt if keep is None else prompt[-keep:]
@@ -207,11 +204,11 @@ def _room(prompt_len: int, wanted: int | None, limit: int, field: str) -> int:
     room = limit - prompt_len
     if room >= (1 if wanted is None else wanted):
         return room
-    asked = "at least 1" if wanted is None else str(wanted)
+    asked, least = ("at least 1", 1) if wanted is None else (str(wanted), wanted)
     # Clients tell an overflow by these words, not by the code: both phrases must stay.
     raise ContextLengthError(
         f"This model's maximum context length is {limit} tokens. However, you requested "
-        f"{prompt_len + (wanted or 1)} tokens ({prompt_len} in the {field}, {asked} in the completion). "
+        f"{prompt_len + least} tokens ({prompt_len} in the {field}, {asked} in the completion). "
         f"Please reduce the length of the {field} or completion. (context_length_exceeded)",
         param=field,
     )

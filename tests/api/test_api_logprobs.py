@@ -122,7 +122,8 @@ def test_f11_scoring_does_not_decode(
     stack: Stack, http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, log_softmax: LogSoftmax
 ) -> None:
     prompts = prompts_of(text_tokenizer)[-3:]
-    steps = stack.total("decode", "baton_generated_tokens_total")
+    ends = ("intakes_finished", "intakes_cancelled", "intakes_failed", "generated_tokens")
+    before = [stack.total("decode", f"baton_{end}_total") for end in ends]
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
     answer = http.post("/v1/completions", json=body).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -131,7 +132,7 @@ def test_f11_scoring_does_not_decode(
         check_values(choice["logprobs"], prompt, log_softmax(prompt), num_top=1)
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
-    assert stack.total("decode", "baton_generated_tokens_total") == steps
+    assert [stack.total("decode", f"baton_{end}_total") for end in ends] == before
 
 
 @pytest.mark.parametrize("echo", [False, True])

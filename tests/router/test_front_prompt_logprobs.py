@@ -79,7 +79,7 @@ async def test_chats_have_them_once(front: Front) -> None:
 
 
 async def test_an_echo_beside_them_shows_as_many_as_it_was_asked_for(front: Front) -> None:
-    front.generator.script = script()
+    front.generator.script = [TokenDelta((), "length", 0, prompt_logprobs=FOUND)]
     for echoed, asked in ((1, 3), (3, 1)):
         logprobs = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": echoed, "prompt_logprobs": asked}
         (choice,) = (await front.http.post(COMPLETIONS, json=logprobs)).json()["choices"]
