@@ -29,11 +29,12 @@ from router.replies import (
     Delta,
     ErrorBody,
     ErrorReply,
+    FunctionDelta,
     MadeCall,
     PromptLogprobs,
     Usage,
 )
-from router.tool_calls import Call
+from router.tool_calls import CallPart, whole_calls
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 
@@ -43,7 +44,7 @@ class Piece:
     """A choice's next text and the tokens it came from; ``stop_reason`` names a stop string or stop token id.
 
     ``entries`` has an entry a token if log-probabilities were asked for; an echoed prompt has entries and no
-    ``token_ids``, which are generated ones. ``calls`` are those that became complete, and no part of ``text``; with
+    ``token_ids``, which are generated ones. ``calls`` are what it adds to calls, and no part of ``text``; with
     ``ends_by_call`` the model has ended a choice with calls, and waits for what they return. ``scores`` are those of
     the prompt, if they are to be told apart from the text.
     """
@@ -53,7 +54,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     entries: tuple[TokenEntry, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallPart, ...] = ()
     ends_by_call: bool = False
     scores: PromptScores | None = None
 
@@ -230,16 +231,22 @@ class ChatFormat:
         if not piece.calls:
             return AssistantMessage("assistant", piece.text)
         calls = [
-            MadeCall(self._call_id(index, call), CalledFunction(call.name, call.arguments)) for call in piece.calls
+            MadeCall(self._call_id(index, call.index), CalledFunction(call.name, call.arguments))
+            for call in whole_calls(piece.calls)
         ]
         return AssistantMessage("assistant", piece.text or None, calls)
 
-    def _call_delta(self, index: int, call: Call) -> CallDelta:
-        return CallDelta(call.index, self._call_id(index, call), CalledFunction(call.name, call.arguments))
+    def _call_delta(self, index: int, part: CallPart) -> CallDelta:
+        if part.name is None:
+            return CallDelta(part.index, FunctionDelta(part.arguments))
+        # Clients concatenate strings: what names the call comes once.
+        return CallDelta(
+            part.index, FunctionDelta(part.arguments, part.name), self._call_id(index, part.index), "function"
+        )
 
-    def _call_id(self, index: int, call: Call) -> str:
+    def _call_id(self, index: int, number: int) -> str:
         """Unique among all answers, and shorter than the 40 characters that OpenAI takes back."""
-        return f"call_{self._head.id.rpartition('-')[2][:20]}{index:04x}{call.index:04x}"
+        return f"call_{self._head.id.rpartition('-')[2][:20]}{index:04x}{number:04x}"
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
         head = self._head

@@ -138,13 +138,20 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct):
+    """More of a call's arguments; the name comes with the first part only."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
 class CallDelta(msgspec.Struct):
-    """A whole call; ``index`` is its number in the message."""
+    """More of a call; ``index`` is its number in the message, the rest of what names it comes with the first part."""
 
     index: int
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
