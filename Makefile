@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: up test check test-clients test-compose model clean
+.PHONY: up test check test-clients test-clients-ci test-compose model clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "baton needs $(PYTHON) (3.11 or newer) on the PATH"; exit 1; }
@@ -28,6 +28,9 @@ check: $(VENV)/.installed
 
 test-clients: model
 	scripts/test-clients
+
+test-clients-ci: model
+	scripts/test-clients ci
 
 test-compose: $(VENV)/.installed
 	compose/test-compose

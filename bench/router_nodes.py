@@ -92,6 +92,9 @@ class BenchNode:
                 self._work.set()
 
     def _prefill(self, router: Party, submit: Submit) -> None:
+        if submit.ticket is None:
+            self._send(router, Token0(submit.key, (), 0, 0.0, 0.0))
+            return
         finish: FinishReason | None = "length" if submit.sampling.max_tokens == 1 else None
         self._send(router, Token0(submit.key, (FirstToken(0, TOKEN_ID, finish),), 0, 0.0, 0.0))
         if finish is None:

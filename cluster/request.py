@@ -28,6 +28,10 @@ LOGPROB_FLOOR: Final = -9999.0
 Logprob = Annotated[float, Meta(ge=LOGPROB_FLOOR, le=0.0)]
 
 
+# One token alone is banned once and for all: ``banned_token_ids``.
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=2)]
+
+
 class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One dispatch of one request: the id is ours (never the client's), ``attempt`` numbers its dispatches."""
 
@@ -48,7 +52,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How to choose tokens, checked by the router before it is built. Every default is neutral and takes no bytes.
 
-    ``max_tokens`` counts generated tokens including token 0. ``seed`` is always set: the router draws one for an
+    ``max_tokens`` counts generated tokens including token 0; with 0 the prompt is computed (and scored) and nothing is
+    drawn, of any choice. ``seed`` is always set: the router draws one for an
     unseeded request, so that a failover draws the same noise. ``choice`` tells the answers to one prompt apart:
     ``num_choices`` of them are asked for at once, ``choice`` and those after it (:meth:`choices`).
     ``stop_token_ids`` already holds the model's EOS ids unless the client asked to ignore them; stop strings are the
@@ -56,8 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     In the order in which they act, as in vLLM:
 
-    * only ``allowed_token_ids`` (None: all) that are not ``banned_token_ids`` can be chosen, and none of
-      ``stop_token_ids`` while fewer than ``min_tokens`` tokens are generated;
+    * only ``allowed_token_ids`` (None: all) that are not ``banned_token_ids`` can be chosen, none that completes one of
+      ``bad_words`` in the output, and none of ``stop_token_ids`` while fewer than ``min_tokens`` tokens are generated;
     * ``logit_bias`` is added to the logits of (token id, bias) pairs;
     * ``repetition_penalty`` divides the positive and multiplies the negative logits of all tokens of the prompt and
       the output; ``frequency_penalty`` is subtracted for each time a token was generated, ``presence_penalty`` once;
@@ -88,8 +93,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: tuple[tuple[TokenId, Bias], ...] = ()
     allowed_token_ids: tuple[TokenId, ...] | None = None
     banned_token_ids: tuple[TokenId, ...] = ()
+    bad_words: tuple[BadWord, ...] = ()
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Grammar | None = None
+
+    @property
+    def prefill_only(self) -> bool:
+        """True if no token is generated: the request never needs a decode node."""
+        return self.max_tokens == 0
 
     def choices(self) -> tuple[SamplingParams, ...]:
         """One for each choice, in order, as if it had been asked for alone."""
@@ -113,13 +124,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """True if it matters how often a token was generated."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def reads_output(self) -> bool:
+        """True if what may come next depends on which tokens were generated, and in which order: they must be kept."""
+        return self.grammar is not None or bool(self.bad_words)
+
     def edits_logits(self, num_generated: int) -> bool:
         """True if any option changes the logits for the token after ``num_generated`` ones."""
         return (
             self.penalised
+            or self.reads_output
             or bool(self.logit_bias or self.banned_token_ids)
             or self.allowed_token_ids is not None
-            or self.grammar is not None
             or (num_generated < self.min_tokens and bool(self.stop_token_ids))
         )
 
@@ -129,10 +145,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     Of the model's distribution, before temperature, penalties, bias and filters (vLLM's default, ``raw_logprobs``).
     Never below :data:`LOGPROB_FLOOR`. If the generated token is among ``top``, the two values are the same float.
+    ``rank`` says of a prompt's token how many of the vocabulary are at least as likely (itself included, so that the
+    likeliest has 1); of a generated one it is not counted, 0.
     """
 
     chosen: Logprob
     top: tuple[tuple[TokenId, Logprob], ...] = ()
+    rank: Count = 0
 
 
 def finish_reason(sampling: SamplingParams, token_id: int, num_generated: int) -> FinishReason | None:

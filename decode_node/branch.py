@@ -43,7 +43,7 @@ class Branch:
     """A choice being generated. Mutable, changed only by the decode node's batch and table.
 
     ``sampling`` asks for this ``choice`` alone. ``tail`` are the tokens stored after the last full block, whose name is
-    ``parent_name``. ``output`` are the tokens generated so far, kept if ``sampling`` has a grammar.
+    ``parent_name``. ``output`` are the tokens generated so far, kept if ``sampling`` reads them.
     """
 
     key: RequestKey
@@ -89,7 +89,7 @@ class Branch:
         self.last_token = token_id
         if self.history is not None:
             self.history.append(token_id)
-        if self.sampling.grammar is not None:
+        if self.sampling.reads_output:
             self.output.append(token_id)
         if self.context_len % block_size:
             return None

@@ -142,8 +142,8 @@ class Intake:
             return "the commit is for a request that has ended"
         if (capsule.penalty_counts is not None) != self.sampling.penalised:
             return "the commit and the request disagree about penalties"
-        if len(capsule.output_token_ids) != (self.num_emitted if self.sampling.grammar is not None else 0):
-            return "the commit does not tell the output that its grammar must have read"
+        if len(capsule.output_token_ids) != (self.num_emitted if self.sampling.reads_output else 0):
+            return "the commit does not tell the output that the request's options read"
         started = [each.choice for each in capsule.choices]
         asked = range(self.sampling.choice, self.sampling.choice + self.sampling.num_choices)
         if not started or started != sorted(set(started)) or started[0] not in asked or started[-1] not in asked:
@@ -189,7 +189,7 @@ class Intake:
             life=Life(BRANCH, now),
             tail=list(capsule.tail_token_ids),
             history=history,
-            output=[*capsule.output_token_ids, started.token0] if sampling.grammar is not None else [],
+            output=[*capsule.output_token_ids, started.token0] if sampling.reads_output else [],
         )
 
     def report(self) -> dict[str, str | int | float]:

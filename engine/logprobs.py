@@ -10,13 +10,15 @@ from cluster.request import LOGPROB_FLOOR, MAX_LOGPROBS, TokenLogprobs
 from engine.candidates import Logits, top, weights
 
 
-def token_logprobs(logits: Logits, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Logits, token_ids: Sequence[int], num_top: Sequence[int], *, ranked: bool = False
+) -> list[TokenLogprobs]:
     """Each row's chosen token and its ``num_top`` (at most :data:`MAX_LOGPROBS`) most likely ones.
 
     ``logits``: finite ``[num_rows, vocab_size]``, as the model gave them: before temperature, penalties,
     bias and filters (vLLM's default, ``raw_logprobs``). Values are float32, floored at :data:`LOGPROB_FLOOR`; a
     chosen token that is among the likeliest has the very same value there. Equals by ascending id. A vocabulary of
-    fewer tokens gives as many as it has.
+    fewer tokens gives as many as it has. Ranks are counted if they are to be (``ranked``).
     """
     # The same number of candidates for every batch: which of several equals is the last must not depend on others.
     likeliest = top(logits, MAX_LOGPROBS)
@@ -26,7 +28,8 @@ def token_logprobs(logits: Logits, token_ids: Sequence[int], num_top: Sequence[i
     wanted = np.concatenate((chosen[:, None], likeliest.logits), axis=1).astype(np.float64)
     values = wanted - greatest[:, None] - np.log(np.array(total))[:, None]
     values = values.clip(LOGPROB_FLOOR, 0.0).astype(np.float32)
+    ranks = (logits >= chosen[:, None]).sum(axis=1).tolist() if ranked else [0] * len(token_ids)
     return [
-        TokenLogprobs(row[0], tuple(zip(ids[:count], row[1 : count + 1], strict=False)))
-        for row, ids, count in zip(values.tolist(), likeliest.token_ids.tolist(), num_top, strict=True)
+        TokenLogprobs(row[0], tuple(zip(ids[:count], row[1 : count + 1], strict=False)), rank)
+        for row, ids, count, rank in zip(values.tolist(), likeliest.token_ids.tolist(), num_top, ranks, strict=True)
     ]

@@ -21,7 +21,7 @@ from engine.noise import Ids
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One row's options. ``num_generated`` and ``history`` as in :class:`engine.step.SequenceChunk`.
+    """One row's options. The rest as in :class:`engine.step.SequenceChunk`.
 
     ``allowed`` is what the request's grammar lets follow, bool ``[vocab_size]``; None without a grammar.
     """
@@ -31,6 +31,7 @@ class Edit:
     num_generated: int
     history: TokenHistory | None
     allowed: npt.NDArray[np.bool_] | None = None
+    output_token_ids: Sequence[int] = ()
 
 
 def apply_edits(logits: Logits, edits: Sequence[Edit]) -> None:
@@ -121,6 +122,8 @@ def _ban(logits: Logits, edits: Sequence[Edit]) -> None:
         if edit.allowed is not None:
             row[~edit.allowed] = -np.inf
             short = short and not _can_only_end(edit.allowed, sampling)
+        if sampling.bad_words:
+            row[_known(_endings(sampling.bad_words, edit.output_token_ids), len(row))] = -np.inf
         if sampling.allowed_token_ids is None and not sampling.banned_token_ids and not short:
             continue
         options = _options(sampling, len(row))
@@ -131,6 +134,12 @@ def _ban(logits: Logits, edits: Sequence[Edit]) -> None:
         row[options.banned_ids] = -np.inf
         if short:
             row[options.stop_ids] = -np.inf
+
+
+def _endings(bad_words: Sequence[tuple[int, ...]], output: Sequence[int]) -> list[int]:
+    """The last tokens of those words whose other tokens ``output`` ends with."""
+    tail = tuple(output[1 - max(map(len, bad_words)) :])
+    return [word[-1] for word in bad_words if tail[max(0, len(tail) - len(word) + 1) :] == word[:-1]]
 
 
 def _can_only_end(allowed: npt.NDArray[np.bool_], sampling: SamplingParams) -> bool:

@@ -110,7 +110,7 @@ class ModelRunner:
             with np.errstate(all="ignore"):
                 if not np.isfinite(logits.sum(axis=1)).all():
                     return None
-            found += token_logprobs(logits, targets, [chunk.num_target_logprobs] * len(targets))
+            found += token_logprobs(logits, targets, [chunk.num_target_logprobs] * len(targets), ranked=True)
         return tuple(found)
 
     def _problem(self, chunk: SequenceChunk) -> str | None:
@@ -169,7 +169,7 @@ class ModelRunner:
                 problems.append(problem)
                 # Greedy choices are all the same: one draw will do.
                 wanted = (chunk.sampling,) if chunk.sampling.greedy else chunk.sampling.choices()
-                rest = (chunk.position, chunk.num_generated, chunk.history, allowed)
+                rest = (chunk.position, chunk.num_generated, chunk.history, allowed, chunk.output_token_ids)
                 draws.append([Draw(each, *rest) for each in wanted])
         counts = [len(each) for each in draws]
         if max(counts, default=1) > 1:

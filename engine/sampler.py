@@ -39,6 +39,7 @@ class Draw:
     num_generated: int = 0
     history: TokenHistory | None = None
     allowed: npt.NDArray[np.bool_] | None = None
+    output_token_ids: Sequence[int] = ()
 
 
 class Choice(NamedTuple):
@@ -102,7 +103,7 @@ def _problems(logits: Logits, draws: Sequence[Draw]) -> dict[int, str]:
 def _choose_special(logits: Logits, rows: Sequence[int], draws: Sequence[Draw], sums: ExpSums) -> list[int | None]:
     """Tokens of rows that sample or have options; None for a row whose options leave nothing."""
     edits = [
-        Edit(index, draw.sampling, draw.num_generated, draw.history, draw.allowed)
+        Edit(index, draw.sampling, draw.num_generated, draw.history, draw.allowed, draw.output_token_ids)
         for index, draw in ((index, draws[row]) for index, row in enumerate(rows))
         if draw.sampling.edits_logits(draw.num_generated)
     ]

@@ -24,7 +24,7 @@ class SequenceChunk:
     choice determines its noise.
     ``num_generated`` of the tokens before it are output, not prompt. ``history`` is set if ``sampling`` has penalties:
     the whole sequence up to the token to be sampled. ``output_token_ids`` are the output so far, given if ``sampling``
-    has a grammar. The runner reads both during the step, they stay the scheduler's.
+    reads it. The runner reads both during the step, they stay the scheduler's.
     ``targets`` are the tokens that really follow the first so many of ``token_ids``: their log-probabilities are
     wanted, and those of the ``num_target_logprobs`` most likely tokens at each place.
     """

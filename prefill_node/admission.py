@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.errors import BatonError, ContextLengthError, NodeStateError, TransferError
-from cluster.wire import Submit
+from cluster.wire import Submit, Ticket
 from kvtransfer.errors import KVTransferError
 from kvtransfer.ticket import TransferTicket, decode_ticket
 
@@ -26,15 +26,22 @@ def check_submit(submit: Submit, settings: PrefillSettings) -> BatonError | None
     """Why ``submit`` can never run here, or None."""
     prompt_len, size = len(submit.prompt_token_ids), settings.block_size
     num_blocks = -(-prompt_len // size)
-    ticket = submit.ticket
     if submit.num_emitted and submit.sampling.num_choices > 1:
         return NodeStateError("several choices cannot go on from the tokens of one")
-    if ticket.fingerprint != settings.fingerprint:
-        return NodeStateError("the prefill and decode node serve different models or KV layouts")
-    if not 0 < prompt_len < settings.max_model_len or len(submit.block_hashes) != prompt_len // size:
+    max_prompt_len = settings.max_model_len - (0 if submit.sampling.prefill_only else 1)
+    if not 0 < prompt_len <= max_prompt_len or len(submit.block_hashes) != prompt_len // size:
         return ContextLengthError("the prompt does not fit the model's context")
     if num_blocks > settings.num_blocks:
         return ContextLengthError("the prompt needs more KV blocks than the prefill node has")
+    ticket = submit.ticket
+    if (ticket is None) != submit.sampling.prefill_only:
+        return NodeStateError("a ticket is for requests that generate something, and for these only")
+    return None if ticket is None else _check_ticket(ticket, prompt_len, settings)
+
+
+def _check_ticket(ticket: Ticket, prompt_len: int, settings: PrefillSettings) -> BatonError | None:
+    if ticket.fingerprint != settings.fingerprint:
+        return NodeStateError("the prefill and decode node serve different models or KV layouts")
     first, theirs = ticket.first_missing_token, ticket.block_size
     if (
         first % theirs
@@ -50,15 +57,16 @@ def open_ticket(submit: Submit) -> TransferTicket | None:
 
     It must lead to the very node the ticket names: that one's death ends the push.
     """
-    if not submit.ticket.num_blocks:
+    ticket = submit.ticket
+    if ticket is None or not ticket.num_blocks:
         return None
     try:
-        transfer = decode_ticket(submit.ticket.transfer)
+        transfer = decode_ticket(ticket.transfer)
     except KVTransferError as error:
         raise TransferError("the decode node's ticket cannot be read") from error
-    if len(transfer.handles) != submit.ticket.num_blocks:
+    if len(transfer.handles) != ticket.num_blocks:
         raise TransferError("the ticket's handles do not match its size")
-    decode = submit.ticket.decode
+    decode = ticket.decode
     if (transfer.hello.node_id, transfer.hello.epoch) != (decode.id, decode.epoch):
         raise TransferError("the ticket leads to another node than the one that granted it")
     return transfer

@@ -77,7 +77,7 @@ class Handoff:
     sampling: SamplingParams
     num_emitted: int
     num_prompt_logprobs: int | None
-    ticket: Ticket
+    ticket: Ticket | None
     transfer: TransferTicket | None
     deadline_s: float
     queued_s: float
@@ -151,6 +151,16 @@ class Handoff:
         return self.num_scheduled > 0
 
     @property
+    def decode(self) -> Party | None:
+        """Who goes on with it; nobody if nothing is generated."""
+        return None if self.ticket is None else self.ticket.decode
+
+    @property
+    def num_wanted(self) -> int:
+        """First tokens to be drawn when the prompt is computed."""
+        return 0 if self.sampling.prefill_only else self.sampling.num_choices
+
+    @property
     def ends_at_token0(self) -> bool:
         """True if the length limit allows only token 0: no block need ever be sent."""
         return self.sampling.max_tokens - self.num_emitted <= 1
@@ -160,13 +170,15 @@ class Handoff:
 
         ``block_size`` is this node's. Only from blocks that no later chunk writes, so that what is being sent stays.
         """
+        if self.ends_at_token0 or self.transfer is None or self.ticket is None:
+            return None
         done, theirs = self.num_computed == len(self.prompt), self.ticket.block_size
         final = self.num_computed // block_size * block_size
         ready = -(-len(self.prompt) // theirs) if done else final // theirs
-        if self.ends_at_token0 or self.transfer is None or ready <= self.num_pushed:
+        if ready <= self.num_pushed:
             return None
         first = self.ticket.first_missing_token // theirs
-        items = tuple((i - first, self._source(i, block_size)) for i in range(self.num_pushed, ready))
+        items = tuple((i - first, self._source(i, theirs, block_size)) for i in range(self.num_pushed, ready))
         used = len(self.prompt) % block_size
         self.push_open = True
         self.num_pushed = ready
@@ -174,19 +186,18 @@ class Handoff:
         hide = done and used and theirs == block_size
         return Push(self.transfer, items, (self.block_table[-1], used) if hide else None)
 
-    def _source(self, index: int, block_size: int) -> Source:
-        """What goes into the decode node's block ``index`` of the prompt."""
-        theirs = self.ticket.block_size
+    def _source(self, index: int, theirs: int, block_size: int) -> Source:
+        """What goes into the decode node's block ``index`` of the prompt, of its size ``theirs``."""
         if theirs == block_size:
             return self.block_table[index]
         return run_of(self.block_table, index * theirs, min((index + 1) * theirs, len(self.prompt)), block_size)
 
     def next_chunk(self, count: int) -> SequenceChunk:
-        """The next ``count`` prompt tokens; the last chunk samples token 0 of every choice, and only then the prompt is
-        counted.
+        """The next ``count`` prompt tokens; the last chunk samples token 0 of every choice (if any token is wanted),
+        and only then the prompt is counted.
         """
         start, end = self.num_computed, self.num_computed + count
-        last = end == len(self.prompt)
+        last = end == len(self.prompt) and not self.sampling.prefill_only
         if last:
             self.history = TokenHistory.of_sequence(self.sampling, self.prompt, self.num_emitted)
         return SequenceChunk(
@@ -228,7 +239,7 @@ class Handoff:
     def capsule(self, token0: Token0) -> Capsule | None:
         """All the decode node needs besides the blocks; None if ``token0`` is the end of every choice."""
         going_on = [first for first in token0.choices if first.finish_reason is None]
-        if not going_on:
+        if not going_on or self.ticket is None:
             return None
         num_tail = len(self.prompt) % self.ticket.block_size
         return Capsule(
@@ -242,9 +253,8 @@ class Handoff:
         )
 
     def _output(self) -> tuple[int, ...]:
-        """What was generated before token 0, if the request has a grammar."""
-        has_grammar = self.sampling.grammar is not None
-        return tuple(self.prompt[len(self.prompt) - self.num_emitted :]) if has_grammar else ()
+        """What was generated before token 0, if the request's options read it."""
+        return self.prompt[len(self.prompt) - self.num_emitted :] if self.sampling.reads_output else ()
 
     def report(self) -> dict[str, str | int | float]:
         """One row of ``/debug/kv``."""
@@ -255,5 +265,5 @@ class Handoff:
             "deadline_s": self.deadline_s,
             "blocks": len(self.block_table),
             "router": self.router.id,
-            "peer": self.ticket.decode.id,
+            "peer": "" if self.decode is None else self.decode.id,
         }

@@ -143,7 +143,8 @@ class PrefillState:
             case PeerDown(node_id, epoch):
                 self._out.append(DropPeer(node_id, epoch))
                 for handoff in self._table:
-                    if (handoff.ticket.decode.id, handoff.ticket.decode.epoch) == (node_id, epoch):
+                    decode = handoff.decode
+                    if decode is not None and (decode.id, decode.epoch) == (node_id, epoch):
                         error = WorkerLostError("the decode node was lost")
                         self._fail(handoff, error, now, decode_lost=True)
             case Ping(sequence):
@@ -163,7 +164,8 @@ class PrefillState:
             return
         handoff = Handoff.queued(router, submit, transfer, now)
         self._table.add(handoff)
-        log.info("%s queued: %d prompt tokens, %d blocks to send", key, len(handoff.prompt), submit.ticket.num_blocks)
+        num_blocks = 0 if submit.ticket is None else submit.ticket.num_blocks
+        log.info("%s queued: %d prompt tokens, %d blocks to send", key, len(handoff.prompt), num_blocks)
 
     def _admissible(self, submit: Submit) -> TransferTicket | BatonError | None:
         """The opened ticket (None if no block is missing), or why this cannot be started."""
@@ -182,7 +184,8 @@ class PrefillState:
     def _refuse(self, router: Party, submit: Submit, error: BatonError) -> None:
         self._table.bury(submit.key)
         self._out.append(Send(router, Failed(submit.key, error.code, error.message)))
-        self._out.append(Send(submit.ticket.decode, Cancelled(submit.key, blocks_freed=0, blocks_sent=0)))
+        if submit.ticket is not None:
+            self._out.append(Send(submit.ticket.decode, Cancelled(submit.key, blocks_freed=0, blocks_sent=0)))
 
     def _on_acknowledged(self, key: RequestKey, now: float) -> None:
         handoff = self._table.get(key)
@@ -246,7 +249,8 @@ class PrefillState:
                 continue
             tokens = sampled.get(handoff.key, [])
             reason = failed.get(handoff.key)
-            if reason is None and handoff.num_remaining == count and len(tokens) != handoff.sampling.num_choices:
+            done = handoff.num_remaining == count
+            if reason is None and done and len(tokens) != handoff.num_wanted:
                 reason = "the engine gave no token for this request"
             if reason is not None:
                 self._table.distrust(handoff)
@@ -257,7 +261,7 @@ class PrefillState:
             handoff.num_computed += count
             self._counters["prefill_computed_tokens_total"] += count
             self._table.name_full_blocks(handoff)
-            if tokens:
+            if done:
                 self._hand_over(handoff, tokens, now)
             else:
                 self._push_ready(handoff)
@@ -267,18 +271,18 @@ class PrefillState:
             self._out.append(push)
 
     def _hand_over(self, handoff: Handoff, tokens: Sequence[SampledToken], now: float) -> None:
-        """Token 0 exists, one for each choice: the router gets them at once, the decode node gets the capsule of the
-        choices that go on. If none does, the request ends here.
+        """Token 0 exists, one for each wanted choice: the router gets them at once, the decode node gets the capsule of
+        the choices that go on. If none does, the request ends here.
         """
         token0 = handoff.token0(tokens, now)
         self._out.append(Send(handoff.router, token0))
-        capsule = handoff.capsule(token0)
-        if capsule is None:
+        capsule, decode = handoff.capsule(token0), handoff.decode
+        if capsule is None or decode is None:
             self._counters["handoffs_ended_total"] += 1
             self._leave(handoff, HandoffState.ENDED, now)
             return
         self._push_ready(handoff)
-        self._out.append(Send(handoff.ticket.decode, Commit(handoff.key, capsule)))
+        self._out.append(Send(decode, Commit(handoff.key, capsule)))
         handoff.life.move(HandoffState.SENDING, now)
         handoff.progress_s = now
 
@@ -319,14 +323,18 @@ class PrefillState:
     def _try_release(self, handoff: Handoff, now: float) -> None:
         """Give everything back once no step writes the blocks and the transport reads none of them."""
         acknowledged = handoff.state is HandoffState.ACKNOWLEDGED
-        all_sent = handoff.num_sent >= handoff.ticket.num_blocks or not handoff.push_open
+        all_sent = not handoff.push_open or (
+            handoff.ticket is not None and handoff.num_sent >= handoff.ticket.num_blocks
+        )
         if handoff.in_step or not ((acknowledged and all_sent) or (handoff.leaving and not handoff.push_open)):
             return
         if acknowledged and handoff.push_open and handoff.transfer is not None:
             self._out.append(FinishPush(handoff.transfer.ticket_id))
         freed = self._table.release(handoff)
         ended = Cancelled(handoff.key, blocks_freed=freed, blocks_sent=handoff.blocks_sent)
-        told = handoff.askers if acknowledged else [*handoff.askers, handoff.ticket.decode]
+        told = [*handoff.askers]
+        if not acknowledged and handoff.decode is not None:
+            told.append(handoff.decode)
         self._out.extend(Send(party, ended) for party in dict.fromkeys(told))
         handoff.life.move(HandoffState.RELEASED, now)
         log.info("%s released after %.3f s, %d blocks freed", handoff.key, now - handoff.queued_s, freed)

@@ -67,7 +67,8 @@ class HandoffTable:
         handoff.block_table = shared + self.pool.allocate(num_new, handoff.owner)
         handoff.num_cached = handoff.num_computed = len(shared) * size
         handoff.num_named = len(shared)
-        handoff.num_pushed = handoff.ticket.first_missing_token // handoff.ticket.block_size
+        if (ticket := handoff.ticket) is not None:
+            handoff.num_pushed = ticket.first_missing_token // ticket.block_size
         return True
 
     def name_full_blocks(self, handoff: Handoff) -> None:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import BatonError, EngineError
 from router.choice import Choice
 from router.completion import DONE_FRAME, FORMATS, Piece, ReplyHead, error_frame, joined
-from router.echo import echo_piece, moved
+from router.echo import echo_piece, moved, scores_piece
 from router.generation import Endings, Generation, Generator, TokenDelta
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
@@ -158,9 +158,6 @@ class Answer(Response):
     def _generated(self, number: int, index: int, delta: TokenDelta) -> Piece:
         """What a delta adds to its choice."""
         plan, choice = self._plan, self._choices[index]
-        if plan.score_only:
-            choice.cached_tokens = delta.cached_tokens
-            return Piece("", (), "length")
         return moved(choice.feed(delta), len(plan.prompt_texts[number]) if plan.prompt_texts else 0)
 
     async def _opening(self, number: int, indexes: Sequence[int], first: TokenDelta) -> bytes:
@@ -171,6 +168,10 @@ class Answer(Response):
             echoed = echo_piece(plan.prompt_texts[number], generation, first.prompt_logprobs, detokenizer)
             for index in indexes:
                 self._pieces[index].append(echoed)
+        if plan.num_prompt_logprobs is not None:
+            scored = scores_piece(generation, first.prompt_logprobs, plan.num_prompt_logprobs)
+            for index in indexes:
+                self._pieces[index].append(scored)
         if not plan.stream:
             return b""
         prompt_ids = generation.prompt_token_ids if plan.return_token_ids else None
@@ -198,7 +199,7 @@ class Answer(Response):
         pieces = [joined(pieces) for pieces in self._pieces]
         prompts = [generation.prompt_token_ids for generation in _by_choice(self._plan)]
         write = partial(self._format.whole, pieces, self._usage(), prompts if self._plan.return_token_ids else None)
-        body = await _written(write, sum(len(piece.entries) for piece in pieces))
+        body = await _written(write, sum(piece.num_entries for piece in pieces))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

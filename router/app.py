@@ -33,6 +33,7 @@ from router.schemas import decode_chat, decode_completion
 from router.tokenizer import Tokenizer
 from router.tokenizing import decode_detokenize, decode_tokenize, detokenize, tokenize, tokenizer_info
 from router.tool_formats import ToolFormat
+from router.unknown_fields import UnknownFields
 
 _READY_RETRY_S: Final = "1"
 
@@ -70,23 +71,24 @@ class _Front:
         self._planner = Planner(settings.served_name, settings.max_model_len, tokenizer, generator, written)
         self._created = int(time.time())
         self._was_ready = False
+        self._unknown = UnknownFields()
         self._openapi = openapi_document(settings.version)
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
-        return self._answer(request, await self._planner.completion(decode_completion(body)))
+        return self._answer(request, await self._planner.completion(decode_completion(body, self._unknown)))
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request)
-        return self._answer(request, await self._planner.chat(decode_chat(body)))
+        return self._answer(request, await self._planner.chat(decode_chat(body, self._unknown)))
 
     async def tokenize(self, request: Request) -> Response:
-        wanted = decode_tokenize(await self._body(request))
+        wanted = decode_tokenize(await self._body(request), self._unknown)
         self._planner.check_model(wanted.model)
         return _json(await tokenize(wanted, self._tokenizer, self._settings.max_model_len))
 
     async def detokenize(self, request: Request) -> Response:
-        wanted = decode_detokenize(await self._body(request))
+        wanted = decode_detokenize(await self._body(request), self._unknown)
         self._planner.check_model(wanted.model)
         return _json(await detokenize(wanted, self._tokenizer, self._settings.max_model_len))
 

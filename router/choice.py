@@ -43,7 +43,6 @@ class Choice:
         self._matcher = StopMatcher(rules.stops, shown=rules.show_stop)
         self._rules = rules
         self._reader = None if rules.calls is None else CallReader(rules.calls)
-        self._num_calls = 0
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_chars = 0
         self.num_tokens = 0
@@ -108,6 +107,6 @@ class Choice:
         text = reader.feed(text)
         if reason is not None:
             text += reader.finish()
-        calls, self._num_calls = tuple(reader.calls[self._num_calls :]), len(reader.calls)
-        ends_by_call = reason == "stop" and self._num_calls > 0 and self._rules.calls.ends_by_call
-        return Piece(text, token_ids, reason, stop_reason, tuple(entries), calls, ends_by_call)
+        ended = reason == "stop" and reader.num_calls > 0 and not reader.cut
+        ends_by_call = ended and self._rules.calls.ends_by_call
+        return Piece(text, token_ids, reason, stop_reason, tuple(entries), reader.take(), ends_by_call)

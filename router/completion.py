@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from cluster.errors import BatonError, EngineError
 from cluster.request import FinishReason
-from router.logprobs import TokenEntry, TokenNames, chat_logprobs, completion_logprobs
+from router.logprobs import PromptScores, TokenEntry, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
 from router.replies import (
     AssistantMessage,
     CallDelta,
@@ -29,10 +29,12 @@ from router.replies import (
     Delta,
     ErrorBody,
     ErrorReply,
+    FunctionDelta,
     MadeCall,
+    PromptLogprobs,
     Usage,
 )
-from router.tool_calls import Call
+from router.tool_calls import CallPart, whole_calls
 
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 
@@ -42,8 +44,9 @@ class Piece:
     """A choice's next text and the tokens it came from; ``stop_reason`` names a stop string or stop token id.
 
     ``entries`` has an entry a token if log-probabilities were asked for; an echoed prompt has entries and no
-    ``token_ids``, which are generated ones. ``calls`` are those that became complete, and no part of ``text``; with
-    ``ends_by_call`` the model has ended a choice with calls, and waits for what they return.
+    ``token_ids``, which are generated ones. ``calls`` are what it adds to calls, and no part of ``text``; with
+    ``ends_by_call`` the model has ended a choice with calls, and waits for what they return. ``scores`` are those of
+    the prompt, if they are to be told apart from the text.
     """
 
     text: str
@@ -51,8 +54,14 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     entries: tuple[TokenEntry, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallPart, ...] = ()
     ends_by_call: bool = False
+    scores: PromptScores | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """Of how many tokens names and numbers are to be written."""
+        return len(self.entries) + (0 if self.scores is None else len(self.scores.logprobs))
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -67,6 +76,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         entries=tuple(entry for piece in pieces for entry in piece.entries),
         calls=tuple(call for piece in pieces for call in piece.calls),
         ends_by_call=pieces[-1].ends_by_call,
+        scores=next((piece.scores for piece in pieces if piece.scores is not None), None),
     )
 
 
@@ -116,6 +126,8 @@ class CompletionFormat:
         if prompts is not None:
             for choice in choices:
                 choice.prompt_token_ids = prompts[choice.index]
+        for choice, piece in zip(choices, pieces, strict=True):
+            choice.prompt_logprobs = _prompt_logprobs(piece, self._head.names)
         return msgspec.json.encode(self._reply(choices, usage))
 
     def opening(self, index: int, prompt_ids: tuple[int, ...] | None, usage: Usage | None) -> bytes:
@@ -168,6 +180,7 @@ class ChatFormat:
             choices=[self._choice(index, piece, with_ids=prompts is not None) for index, piece in enumerate(pieces)],
             usage=usage,
             prompt_token_ids=prompts[0] if prompts else UNSET,
+            prompt_logprobs=_prompt_logprobs(pieces[0], head.names),
         )
         return msgspec.json.encode(reply)
 
@@ -218,16 +231,22 @@ class ChatFormat:
         if not piece.calls:
             return AssistantMessage("assistant", piece.text)
         calls = [
-            MadeCall(self._call_id(index, call), CalledFunction(call.name, call.arguments)) for call in piece.calls
+            MadeCall(self._call_id(index, call.index), CalledFunction(call.name, call.arguments))
+            for call in whole_calls(piece.calls)
         ]
         return AssistantMessage("assistant", piece.text or None, calls)
 
-    def _call_delta(self, index: int, call: Call) -> CallDelta:
-        return CallDelta(call.index, self._call_id(index, call), CalledFunction(call.name, call.arguments))
+    def _call_delta(self, index: int, part: CallPart) -> CallDelta:
+        if part.name is None:
+            return CallDelta(part.index, FunctionDelta(part.arguments))
+        # Clients concatenate strings: what names the call comes once.
+        return CallDelta(
+            part.index, FunctionDelta(part.arguments, part.name), self._call_id(index, part.index), "function"
+        )
 
-    def _call_id(self, index: int, call: Call) -> str:
+    def _call_id(self, index: int, number: int) -> str:
         """Unique among all answers, and shorter than the 40 characters that OpenAI takes back."""
-        return f"call_{self._head.id.rpartition('-')[2][:20]}{index:04x}{call.index:04x}"
+        return f"call_{self._head.id.rpartition('-')[2][:20]}{index:04x}{number:04x}"
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> ChatChunk:
         head = self._head
@@ -259,6 +278,10 @@ def error_frame(error: BatonError) -> bytes:
     """
     reply = ErrorReply(ErrorBody(error.message, error.kind, error.param, error.status))
     return b"event: error\n" + _event(reply)
+
+
+def _prompt_logprobs(piece: Piece, names: TokenNames) -> PromptLogprobs | UnsetType:
+    return UNSET if piece.scores is None else prompt_logprobs(piece.scores, names)
 
 
 def _event(frame: msgspec.Struct) -> bytes:

@@ -27,12 +27,12 @@ from cluster.errors import (
     error_from_wire,
 )
 from cluster.request import RequestId, RequestKey
-from cluster.wire import Failed, Granted, PromptLogprobs, Refused, Reserve, Submit, Token0, TokenItem
+from cluster.wire import Failed, Granted, PromptLogprobs, Refused, Reserve, Submit, Ticket, Token0, TokenItem
 from router.generation import Endings, Generation, Readiness, TokenDelta
 from router.mailbox import Mailbox, NodeLost, Switchboard
 from router.naming import PromptNames
 from router.placement import Placer
-from router.policy import Booking, Demand, Placement
+from router.policy import Booking, Demand
 from router.queue import Turn, WaitingLine, Wanted
 from router.relay import TokenOrder
 
@@ -96,7 +96,7 @@ class Dispatcher:
                 job.turn = self._line.renew(job.turn)
 
     async def _attempt(self, job: _Job) -> AsyncGenerator[TokenDelta, None]:
-        booking, mailbox = await self._reserve_somewhere(job)
+        booking, mailbox = await self._submit_somewhere(job)
         order = TokenOrder(job.generation.sampling)
         try:
             async with aclosing(self._relay(mailbox, booking, order)) as deltas:
@@ -114,8 +114,10 @@ class Dispatcher:
         if not order.over:
             self._switchboard.cancel_choice(mailbox, job.generation.sampling.choice + choice)
 
-    async def _reserve_somewhere(self, job: _Job) -> tuple[Booking, Mailbox]:
+    async def _submit_somewhere(self, job: _Job) -> tuple[Booking, Mailbox]:
         """Wait in the line until a decode node grants room, and submit the prompt to the prefill node.
+
+        If nothing is to be generated no decode node is asked.
 
         The booking and the mailbox are the caller's once this returns; until then they are given back here.
         """
@@ -127,9 +129,13 @@ class Dispatcher:
             mailbox = self._switchboard.open(job.next_key(), booking.placement)
             cancel, keep = True, False
             try:
+                if job.generation.sampling.prefill_only:
+                    self._submit(mailbox, None, job)
+                    keep = True
+                    return booking, mailbox
                 answer = await self._reserve(mailbox, job, booking)
                 if isinstance(answer, Granted):
-                    self._submit(answer, job, booking.placement)
+                    self._submit(mailbox, answer.ticket, job)
                     keep = True
                     return booking, mailbox
                 cancel = False  # a refusal leaves nothing behind
@@ -181,21 +187,27 @@ class Dispatcher:
             case _:
                 raise _failure(message)
 
-    def _submit(self, granted: Granted, job: _Job, placement: Placement) -> None:
+    def _submit(self, mailbox: Mailbox, ticket: Ticket | None, job: _Job) -> None:
+        placement = mailbox.placement
         _seed, names = job.wanted.names.of(placement.fingerprint, placement.prefill_block_size)
         self._switchboard.send(
             placement.prefill,
             Submit(
-                key=granted.key,
+                key=mailbox.key,
                 prompt_token_ids=job.generation.prompt_token_ids,
                 block_hashes=names,
                 sampling=job.generation.sampling,
-                ticket=granted.ticket,
+                ticket=ticket,
                 deadline_s=self._settings.token0_timeout_s,
                 num_prompt_logprobs=job.generation.num_prompt_logprobs,
             ),
         )
-        log.info("%s submitted to %s for %s", granted.key, placement.prefill.id, placement.decode.id)
+        log.info(
+            "%s submitted to %s for %s",
+            mailbox.key,
+            placement.prefill.id,
+            "nobody: nothing is generated" if ticket is None else placement.decode.id,
+        )
 
     async def _relay(self, mailbox: Mailbox, booking: Booking, order: TokenOrder) -> AsyncGenerator[TokenDelta, None]:
         """The tokens of all choices, each choice's in order; a gap is an error, never a silent cut."""
@@ -212,6 +224,8 @@ class Dispatcher:
                         yield delta
                 case NodeLost(party) if order.started and party == booking.placement.prefill:
                     continue  # the decode node knows whether it has all it needs, and says so if not
+                case NodeLost(party) if not booking.num_choices and party == booking.placement.decode:
+                    continue  # it has no part in this
                 case _:
                     raise _failure(message)
 
@@ -221,7 +235,10 @@ class _Job:
 
     def __init__(self, generation: Generation, turn: Turn, endings: Endings) -> None:
         prompt_len, sampling = len(generation.prompt_token_ids), generation.sampling
-        demand = Demand(prompt_len, prompt_len + sampling.max_tokens - 1, sampling.num_choices)
+        if sampling.prefill_only:
+            demand = Demand(prompt_len, prompt_len, num_choices=0)
+        else:
+            demand = Demand(prompt_len, prompt_len + sampling.max_tokens - 1, sampling.num_choices)
         self.request_id = RequestId(uuid.uuid4().hex)
         self.generation = generation
         self.endings = endings

@@ -30,7 +30,8 @@ class Generation:
 class TokenDelta:
     """New tokens of one choice of a generation, in order; ``finish_reason`` is set on its last delta only.
 
-    Choices are numbered from 0; the first deltas of a generation are token 0 of each choice, in order.
+    Choices are numbered from 0; the first deltas of a generation are token 0 of each choice, in order. Where nothing is
+    generated (``max_tokens`` 0) each choice has one delta without tokens.
 
     A stop token's id is the last of ``token_ids`` with finish reason ``stop``: it counts as a generated
     token, its text is not shown. ``cached_tokens``, the prompt tokens found in a prefix cache, comes with

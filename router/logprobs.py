@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.request import TokenLogprobs
-from router.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from router.replies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,15 @@ class TokenEntry:
     token_id: int
     offset: int
     logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """A prompt's tokens and, of each but the first, what the nodes found: of the ``num_top`` likeliest at least."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    num_top: int
 
 
 class TokenNames(Protocol):
@@ -66,6 +75,21 @@ def chat_logprobs(entries: Iterable[TokenEntry], names: TokenNames) -> ChatLogpr
             ]
             content.append(TokenLogprob(text, entry.logprobs.chosen, token, top))
     return ChatLogprobs(content)
+
+
+def prompt_logprobs(scores: PromptScores, names: TokenNames) -> PromptLogprobs:
+    """vLLM's: by token id, the prompt's token and the likeliest ones at its place; null for the first token."""
+    found: PromptLogprobs = [None]
+    for token_id, logprobs in zip(scores.token_ids[1:], scores.logprobs, strict=True):
+        ranked = {token_id: (logprobs.chosen, logprobs.rank)}
+        ranked |= {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(logprobs.top[: scores.num_top], 1)}
+        found.append(
+            {
+                str(one): PromptLogprob(logprob, rank, _text_and_bytes(names, one)[0])
+                for one, (logprob, rank) in ranked.items()
+            }
+        )
+    return found
 
 
 def legacy_name(token: bytes) -> str:

@@ -120,7 +120,8 @@ class Placer:
             prefill.own_tokens += demand.prompt_len
         if (decode := self._registry.get(placement.decode)) is not None:
             decode.own_requests += demand.num_choices
-            booking.is_probe = decode.probing = decode.refused_until_s > 0
+            booking.is_probe = demand.num_choices > 0 and decode.refused_until_s > 0
+            decode.probing = decode.probing or booking.is_probe
         return booking
 
     def _end_probe(self, booking: Booking) -> None:

@@ -19,7 +19,7 @@ from router.tool_formats import ToolFormat
 from router.tools import ToolUse, shown
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-# Numbers that one answer may hold about its prompts. At the bound their JSON has about 20 MB.
+# Numbers that one answer may hold about its prompts. At the bound their JSON has about 20 MB, as prompt_logprobs 40.
 MAX_PROMPT_LOGPROBS: Final = 1 << 19
 
 UsageReport = Literal["none", "last", "every"]
@@ -30,8 +30,8 @@ class Plan:
     """One request, ready to run. With ``n`` choices each, ``generations[i]`` gives choices ``i * n`` and on.
 
     ``prompt_texts`` are the generations' prompts, where a completion's answer shows or measures them: with ``echo``
-    each choice begins with its prompt, otherwise only the offsets of log-probabilities do. With ``score_only`` the one
-    token that every choice makes is no part of the answer.
+    each choice begins with its prompt, otherwise only the offsets of log-probabilities do.
+    ``num_prompt_logprobs`` (None: none) are to be told apart from the text, whether or not that shows some of them.
     """
 
     endpoint: Literal["completions", "chat"]
@@ -42,7 +42,7 @@ class Plan:
     return_token_ids: bool
     prompt_texts: tuple[str, ...] = ()
     echo: bool = False
-    score_only: bool = False
+    num_prompt_logprobs: int | None = None
 
 
 class Planner:
@@ -70,20 +70,17 @@ class Planner:
         grammar = await self._grammar(request)
         generations, texts = [], []
         for prompt in request.prompts():
-            if isinstance(prompt, str):
-                special = request.add_special_tokens is not False
-                token_ids = await self._tokenizer.encode_prompt(prompt, max_tokens=limit, add_special_tokens=special)
-            else:
-                token_ids = prompt
-            shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
-            # Scoring makes one token that nobody sees: it needs its place.
-            room = _room(len(token_ids), request.max_tokens or None, shared, "prompt")
+            token_ids = await self._prompt_ids(prompt, request, limit)
+            num_choices = 1 if request.max_tokens == 0 else request.num_choices()
+            shared = self._limit_of_each(limit, len(token_ids), num_choices)
+            room = _room(len(token_ids), request.max_tokens, shared, "prompt")
             in_vocabulary(token_ids, self._tokenizer.vocab_size, "prompt")
             max_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
-            generations.append(self._completion(request, token_ids, max_tokens or 1, grammar))
+            generations.append(self._completion(request, token_ids, max_tokens, grammar))
             if request.echo or request.logprobs is not None:
-                texts.append(await self._prompt_text(prompt, request))
-        _check_prompt_logprobs(generations)
+                whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
+                texts.append(await self._prompt_text(prompt if whole else token_ids, request))
+        _check_prompt_logprobs(generations, request)
         return Plan(
             endpoint="completions",
             generations=tuple(generations),
@@ -93,7 +90,7 @@ class Planner:
             return_token_ids=bool(request.return_token_ids),
             prompt_texts=tuple(texts),
             echo=bool(request.echo),
-            score_only=request.max_tokens == 0,
+            num_prompt_logprobs=request.prompt_logprobs,
         )
 
     async def chat(self, request: ChatRequest) -> Plan:
@@ -101,12 +98,13 @@ class Planner:
         self.check_model(request.model)
         limit = self._limit()
         use = request.tool_use()
+        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         token_ids = await self._tokenizer.encode_chat(
             request.conversation(),
             max_tokens=limit,
             tools=None if use is None else [shown(function) for function in use.functions],
+            keep=_num_kept(request, limit, wanted or 1),
         )
-        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         shared = self._limit_of_each(limit, len(token_ids), request.num_choices())
         room = _room(len(token_ids), wanted, shared, "messages")
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -117,13 +115,16 @@ class Planner:
             num_logprobs=num_logprobs,
             grammar=await self._grammar(request, use),
         )
+        generation = Generation(token_ids, sampling, request.cache_salt or "", request.prompt_logprobs)
+        _check_prompt_logprobs((generation,), request)
         return Plan(
             endpoint="chat",
-            generations=(Generation(token_ids, sampling, request.cache_salt or ""),),
+            generations=(generation,),
             rules=self._chat_rules(request, use),
             stream=bool(request.stream),
             usage=_usage_report(request),
             return_token_ids=bool(request.return_token_ids),
+            num_prompt_logprobs=request.prompt_logprobs,
         )
 
     def check_model(self, model: str | None) -> None:
@@ -163,8 +164,17 @@ class Planner:
         sampling = sampling_params(
             request, self._tokenizer, max_tokens=max_tokens, num_logprobs=request.logprobs, grammar=grammar
         )
-        of_prompt = request.logprobs if request.echo else None
+        shown = [request.prompt_logprobs, request.logprobs if request.echo else None]
+        of_prompt = max((count for count in shown if count is not None), default=None)
         return Generation(token_ids, sampling, request.cache_salt or "", of_prompt)
+
+    async def _prompt_ids(self, prompt: str | TokenIds, request: CompletionRequest, limit: int) -> TokenIds:
+        wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        keep = _num_kept(request, limit, wanted)
+        if not isinstance(prompt, str):
+            return prompt if keep is None else prompt[-keep:]
+        special = request.add_special_tokens is not False
+        return await self._tokenizer.encode_prompt(prompt, max_tokens=limit, add_special_tokens=special, keep=keep)
 
     async def _prompt_text(self, prompt: str | TokenIds, request: CompletionRequest) -> str:
         if isinstance(prompt, str):
@@ -183,30 +193,38 @@ def for_tenant(plan: Plan, salt: str | None) -> Plan:
     return replace(plan, generations=generations)
 
 
+def _num_kept(request: RequestFields, limit: int, wanted: int) -> int | None:
+    """How many of its last tokens a prompt keeps (None: all), if ``wanted`` tokens are to follow."""
+    asked = request.truncate_prompt_tokens
+    return max(1, limit - wanted) if asked == -1 else asked
+
+
 def _room(prompt_len: int, wanted: int | None, limit: int, field: str) -> int:
     """Tokens that can follow the prompt. Raises :class:`ContextLengthError` if ``wanted`` (or one) cannot."""
     room = limit - prompt_len
     if room >= (1 if wanted is None else wanted):
         return room
-    asked = "at least 1" if wanted is None else str(wanted)
+    asked, least = ("at least 1", 1) if wanted is None else (str(wanted), wanted)
     # Clients tell an overflow by these words, not by the code: both phrases must stay.
     raise ContextLengthError(
         f"This model's maximum context length is {limit} tokens. However, you requested "
-        f"{prompt_len + (wanted or 1)} tokens ({prompt_len} in the {field}, {asked} in the completion). "
+        f"{prompt_len + least} tokens ({prompt_len} in the {field}, {asked} in the completion). "
         f"Please reduce the length of the {field} or completion. (context_length_exceeded)",
         param=field,
     )
 
 
-def _check_prompt_logprobs(generations: Sequence[Generation]) -> None:
+def _check_prompt_logprobs(generations: Sequence[Generation], request: RequestFields) -> None:
     num_values = sum(
         len(generation.prompt_token_ids) * (generation.num_prompt_logprobs + 1) * generation.sampling.num_choices
         for generation in generations
         if generation.num_prompt_logprobs is not None
     )
     if num_values > MAX_PROMPT_LOGPROBS:
-        text = f"`logprobs` with `echo` asks for {num_values} values about the prompts, over {MAX_PROMPT_LOGPROBS}."
-        raise InvalidRequestError(f"{text} Send fewer prompts at once.", param="logprobs")
+        field = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        named = "`logprobs` with `echo`" if field == "logprobs" else "`prompt_logprobs`"
+        text = f"{named} asks for {num_values} values about the prompts, over {MAX_PROMPT_LOGPROBS}."
+        raise InvalidRequestError(f"{text} Send fewer prompts at once.", param=field)
 
 
 def _text_rules(request: RequestFields) -> TextRules:

@@ -34,7 +34,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs: ``prompt_len`` tokens now, ``total_len`` at the end of each of its choices."""
+    """What a request needs: ``prompt_len`` tokens now, ``total_len`` at the end of each of its choices.
+
+    Without choices nothing is decoded: a full decode node is no reason to wait.
+    """
 
     prompt_len: int
     total_len: int
@@ -44,7 +47,7 @@ class Demand:
         """True if a decode node could ever hold it: the prompt's full blocks are there once, the rest per choice."""
         if self.total_len > node.capacity_tokens:
             return False
-        if self.num_choices == 1 or self.total_len <= self.prompt_len:
+        if self.num_choices <= 1 or self.total_len <= self.prompt_len:
             return True
         num_full = self.prompt_len // node.block_size
         num_own = -(-self.total_len // node.block_size) - num_full
@@ -116,7 +119,7 @@ def place(
     if all(refusals):
         return NoPair(min(str(reason) for reason in refusals))
     open_prefills = [c for c in prefills if c.fingerprint in shared and c.waiting_tokens < MAX_WAITING_TOKENS]
-    open_decodes = [c for c in decodes if c.fingerprint in shared and not c.refusing]
+    open_decodes = [c for c in decodes if c.fingerprint in shared and not (c.refusing and demand.num_choices)]
     best: tuple[float, str, str, Candidate, Candidate] | None = None
     for decode in open_decodes:
         for prefill in open_prefills:

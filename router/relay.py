@@ -19,6 +19,7 @@ class TokenOrder:
     def __init__(self, sampling: SamplingParams) -> None:
         self._first = sampling.choice
         self._num_choices = sampling.num_choices
+        self._prefill_only = sampling.prefill_only
         self._next_index: dict[int, int] = {}
         self._early: list[TokenItem] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -63,9 +64,13 @@ class TokenOrder:
 
     def _start(self, token0: Token0) -> Iterator[TokenDelta]:
         numbers = [first.choice for first in token0.choices]
-        if self.started or numbers != list(range(self._first, self._first + self._num_choices)):
+        asked = range(self._first, self._first + (0 if self._prefill_only else self._num_choices))
+        if self.started or numbers != list(asked):
             raise TransferError("the prefill node sent other first tokens than were asked for")
         self.started = True
+        if self._prefill_only:
+            yield from self._scored(token0.cached_tokens)
+            return
         self._next_index = dict.fromkeys(range(self._num_choices), 1)
         for choice, first in enumerate(token0.choices):
             if first.finish_reason is not None:
@@ -74,6 +79,12 @@ class TokenOrder:
         early, self._early = self._early, []
         for item in early:
             yield from self._follow(item)
+
+    def _scored(self, cached_tokens: int) -> Iterator[TokenDelta]:
+        """The prompt is computed: the end of every choice, of which no token was asked for."""
+        yield TokenDelta((), "length", cached_tokens, prompt_logprobs=tuple(self._prompt_logprobs))
+        for choice in range(1, self._num_choices):
+            yield TokenDelta((), "length", choice=choice)
 
     def _first_delta(self, choice: int, first: FirstToken, cached_tokens: int) -> TokenDelta:
         logprobs = () if first.logprobs is None else (first.logprobs,)

@@ -79,6 +79,18 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct):
+    """vLLM's: ``rank`` 1 is the likeliest of the vocabulary at that place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id, in the order of the prompt; nothing comes before its first token.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One continuation, or its next part in a stream."""
 
@@ -89,6 +101,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] | UnsetType = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CalledFunction(msgspec.Struct):
@@ -125,13 +138,20 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct):
+    """More of a call's arguments; the name comes with the first part only."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
 class CallDelta(msgspec.Struct):
-    """A whole call; ``index`` is its number in the message."""
+    """More of a call; ``index`` is its number in the message, the rest of what names it comes with the first part."""
 
     index: int
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -176,6 +196,7 @@ class ChatReply(_Reply, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatChunk(_Reply, kw_only=True):

@@ -34,6 +34,7 @@ def sampling_params(
     eos_ids = () if request.ignore_eos else tokenizer.eos_token_ids
     stop_ids = in_vocabulary(request.stop_token_ids or (), tokenizer.vocab_size, "stop_token_ids")
     allowed = request.allowed_token_ids
+    bad_words = tokenizer.encode_words(request.bad_words or ())
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
@@ -51,6 +52,8 @@ def sampling_params(
         allowed_token_ids=None
         if allowed is None
         else in_vocabulary(allowed, tokenizer.vocab_size, "allowed_token_ids"),
+        banned_token_ids=tuple(word[0] for word in bad_words if len(word) == 1),
+        bad_words=tuple(word for word in bad_words if len(word) > 1),
         num_logprobs=num_logprobs,
         grammar=grammar,
     )

@@ -6,6 +6,7 @@ if they were ignored. Errors name the field and the type wanted, never what was 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ from router.conversation import ChatMessage, template_messages
 from router.strict_json import decode, translate
 from router.structured import StructureFields, structure_of
 from router.tools import ToolChoice, Tools, ToolUse, tool_use_of
+from router.unknown_fields import UnknownFields
 
 MAX_INT: Final = 2**31 - 1
 MAX_PROMPTS: Final = 128
@@ -24,6 +26,8 @@ MAX_STOPS: Final = 64
 MAX_STOP_BYTES: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 256
 MAX_LOGIT_BIASES: Final = 4096
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_BYTES: Final = 256
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 NaturalInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
@@ -39,6 +43,7 @@ Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 LogitBias = Annotated[
     dict[str, Bias], msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}})
 ]
+NumKept = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)]
 NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 Salt = Annotated[str, msgspec.Meta(max_length=256)]
 TokenIds = tuple[int, ...]
@@ -47,9 +52,6 @@ _NO: Final[tuple[Any, ...]] = (None, False)
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 # Options that change the answer and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "bad_words": _NOTHING,
-    "prompt_logprobs": (None,),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": _NO,
 }
 _UNSUPPORTED_COMPLETION: Final[dict[str, tuple[Any, ...]]] = _UNSUPPORTED | {
@@ -92,6 +94,7 @@ class RequestFields(StructureFields, kw_only=True):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
     seed: Seed | None = None
     min_tokens: NaturalInt | None = None
     stop: str | list[str] | None = None
@@ -104,6 +107,8 @@ class RequestFields(StructureFields, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    truncate_prompt_tokens: NumKept | None = None
     cache_salt: Salt | None = None
 
     def num_choices(self) -> int:
@@ -169,9 +174,9 @@ class ChatRequest(RequestFields, kw_only=True):
         return template_messages(self.messages)
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Decode and check a completions body. Raises :class:`InvalidRequestError`."""
-    refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
+def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> CompletionRequest:
+    """Decode and check a completions body; ``unknown`` hears of its fields. Raises :class:`InvalidRequestError`."""
+    names = refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
     request = decode(_completion_decoder, body)
     _check_shared(request)
     if request.best_of not in (None, 1, request.n):
@@ -179,12 +184,14 @@ def decode_completion(body: bytes) -> CompletionRequest:
         raise InvalidRequestError(text, param="best_of")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequestError("`max_tokens` must be at least 1, or 0 with `echo`.", param="max_tokens")
+    if unknown is not None:
+        unknown.note(names, _KNOWN_COMPLETION)
     return request
 
 
-def decode_chat(body: bytes) -> ChatRequest:
-    """Decode and check a chat body. Raises :class:`InvalidRequestError`."""
-    refuse_unsupported(body, _UNSUPPORTED_CHAT)
+def decode_chat(body: bytes, unknown: UnknownFields | None = None) -> ChatRequest:
+    """Decode and check a chat body, as :func:`decode_completion` does. Raises :class:`InvalidRequestError`."""
+    names = refuse_unsupported(body, _UNSUPPORTED_CHAT)
     request = decode(_chat_decoder, body)
     _check_shared(request)
     if request.top_logprobs and not request.logprobs:
@@ -193,12 +200,17 @@ def decode_chat(body: bytes) -> ChatRequest:
     if tools is not None and tools.forced and structure is not None:
         text = f"`{structure.field}` cannot be combined with a `tool_choice` that forces a call."
         raise InvalidRequestError(text, param=structure.field)
+    if unknown is not None:
+        unknown.note(names, _KNOWN_CHAT)
     return request
 
 
-def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
-    """Raise :class:`InvalidRequestError` for a field of ``table`` with another value than those it lists there."""
-    for field, raw in decode(_fields_decoder, body).items():
+def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> Iterable[str]:
+    """The names of the body's fields. Raises :class:`InvalidRequestError` for one of ``table`` with another value than
+    those it lists there.
+    """
+    fields = decode(_fields_decoder, body)
+    for field, raw in fields.items():
         neutral = table.get(field)
         if neutral is None:
             continue
@@ -208,11 +220,18 @@ def refuse_unsupported(body: bytes, table: dict[str, tuple[Any, ...]]) -> None:
             raise translate(error) from None
         if not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
             raise InvalidRequestError(f"`{field}` is not supported yet.", param=field)
+    return fields
 
 
 def _check_shared(request: RequestFields) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("`stream_options` needs `stream`: true.", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        text = "`prompt_logprobs` belong to a whole answer: they cannot be had with `stream`: true."
+        raise InvalidRequestError(text, param="prompt_logprobs")
+    if request.truncate_prompt_tokens == 0:
+        text = "`truncate_prompt_tokens` must be at least 1, or -1 for as many as fit."
+        raise InvalidRequestError(text, param="truncate_prompt_tokens")
     stops = request.stops()
     if len(stops) > MAX_STOPS or any(len(stop.encode()) > MAX_STOP_BYTES for stop in stops):
         text = f"`stop` takes at most {MAX_STOPS} strings of at most {MAX_STOP_BYTES} bytes each."
@@ -223,11 +242,19 @@ def _check_shared(request: RequestFields) -> None:
     if len(request.logit_bias or ()) > MAX_LOGIT_BIASES:
         text = f"`logit_bias` takes at most {MAX_LOGIT_BIASES} tokens."
         raise InvalidRequestError(text, param="logit_bias")
+    words = request.bad_words or ()
+    if len(words) > MAX_BAD_WORDS or any(not w.strip() or len(w.encode()) > MAX_BAD_WORD_BYTES for w in words):
+        text = (
+            f"`bad_words` takes at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_BYTES} bytes each, not only blanks."
+        )
+        raise InvalidRequestError(text, param="bad_words")
     structure_of(request)
     if request.allowed_token_ids == []:
         raise InvalidRequestError("`allowed_token_ids` must not be empty.", param="allowed_token_ids")
 
 
+_KNOWN_COMPLETION: Final = frozenset((*CompletionRequest.__struct_fields__, *_UNSUPPORTED_COMPLETION))
+_KNOWN_CHAT: Final = frozenset((*ChatRequest.__struct_fields__, *_UNSUPPORTED_CHAT))
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)

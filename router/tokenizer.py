@@ -19,6 +19,7 @@ from router.tool_formats import ParserName, ToolFormat, format_of
 _INLINE_CHARS: Final = 8 << 10
 _INLINE_TOKENS: Final = 4 << 10
 _CONTEXT_TOKENS: Final = 6
+_CHARS_A_TOKEN: Final = 64
 # Vocabularies of sentencepiece: a byte that no token covers, and U+2581 for a space.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -60,25 +61,40 @@ class Tokenizer:
         template = ChatTemplate.from_directory(directory)
         return cls(backend, vocab_size=vocab_size, eos_token_ids=eos_token_ids, chat_template=template)
 
-    async def encode_prompt(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def encode_prompt(
+        self, text: str, *, max_tokens: int, add_special_tokens: bool = True, keep: int | None = None
+    ) -> tuple[int, ...]:
         """Token ids of a completion prompt, with the special tokens the model's own post-processor adds.
 
-        Raises :class:`ContextLengthError` for text that cannot fit ``max_tokens``, before any work is spent on it.
+        With ``keep`` only the last so many, among them those special tokens. Otherwise raises
+        :class:`ContextLengthError` for text that cannot fit ``max_tokens``, before any work is spent on it.
         """
-        self._check_length(text, max_tokens, "prompt")
+        text = self._bounded(text, max_tokens, "prompt", cut=keep is not None)
         if len(text) <= _INLINE_CHARS:
-            return self._encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens=add_special_tokens)
+            return self._encode(text, add_special_tokens, keep)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens, keep)
+
+    def encode_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """The token sequences that write short words, at the beginning of a text and after a space; each once."""
+        stripped = (word.lstrip() for word in words)
+        texts = [text for word in stripped for text in (word, f" {word}")]
+        found = (self._encode(text, False, None) for text in texts)
+        return [token_ids for token_ids in dict.fromkeys(found) if token_ids]
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, max_tokens: int, tools: Sequence[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        max_tokens: int,
+        tools: Sequence[dict[str, Any]] | None = None,
+        keep: int | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation in the model's chat format; the template writes all special tokens.
 
-        Raises :class:`InvalidRequestError` if the model has no chat template or it refuses the messages, and
-        :class:`ContextLengthError` as :meth:`encode_prompt` does.
+        Raises :class:`InvalidRequestError` if the model has no chat template or it refuses the messages. ``keep`` and
+        :class:`ContextLengthError` as in :meth:`encode_prompt`.
         """
-        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, tools)
+        return await asyncio.to_thread(self._encode_chat, messages, max_tokens, tools, keep)
 
     def decode(self, token_ids: Sequence[int], *, show_special: bool = False) -> str:
         """The text of a whole sequence; special tokens are left out unless they are to be shown."""
@@ -129,21 +145,34 @@ class Tokenizer:
             return format_of(wanted, "", knows_tools=False)
         return format_of(wanted, template.tool_source, knows_tools=template.knows_tools)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    def _encode(self, text: str, add_special_tokens: bool, keep: int | None) -> tuple[int, ...]:
+        if keep is None:
+            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # As transformers truncates on the left: the special tokens stay.
+        found = self._backend.encode(text, add_special_tokens=False)
+        num_special = self._backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        found.truncate(max(0, keep - num_special), direction="left")
+        return tuple(self._backend.post_process(found, add_special_tokens=add_special_tokens).ids[-keep:])
 
     def _encode_chat(
-        self, messages: Sequence[dict[str, Any]], max_tokens: int, tools: Sequence[dict[str, Any]] | None
+        self,
+        messages: Sequence[dict[str, Any]],
+        max_tokens: int,
+        tools: Sequence[dict[str, Any]] | None,
+        keep: int | None,
     ) -> tuple[int, ...]:
         if self._chat_template is None:
             raise InvalidRequestError("This model has no chat template: use /v1/completions.", param="messages")
         text = self._chat_template.render(messages, tools)
-        self._check_length(text, max_tokens, "messages")
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(self._bounded(text, max_tokens, "messages", cut=keep is not None), False, keep)
 
-    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+    def _bounded(self, text: str, max_tokens: int, param: str, *, cut: bool) -> str:
+        """The text, or its end, if it can fit ``max_tokens``: a megabyte costs seconds to tokenise."""
+        if cut:
+            # Far more than the tokens to keep: where this end begins decides about the first of its tokens only.
+            return text[-max_tokens * (self._max_token_bytes or _CHARS_A_TOKEN) :]
         if self._max_token_bytes is None:
-            return
+            return text
         size = len(text.encode())
         if size > max_tokens * self._max_token_bytes:
             raise ContextLengthError(
@@ -151,6 +180,7 @@ class Tokenizer:
                 "bytes cannot fit into it. Please reduce its length. (context_length_exceeded)",
                 param=param,
             )
+        return text
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids, show_special=True)

@@ -14,6 +14,7 @@ from router.schemas import TokenId, refuse_unsupported
 from router.strict_json import decode
 from router.tokenizer import Tokenizer
 from router.tools import Tools, check_tools, shown
+from router.unknown_fields import UnknownFields
 
 # Options that change the tokens and are not offered, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -96,15 +97,20 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
     )
 
 
-def decode_tokenize(body: bytes) -> TokenizeRequest:
-    """Decode the body of ``/tokenize``. Raises :class:`InvalidRequestError`."""
-    refuse_unsupported(body, _UNSUPPORTED)
-    return decode(_tokenize_decoder, body)
+def decode_tokenize(body: bytes, unknown: UnknownFields) -> TokenizeRequest:
+    """Decode the body of ``/tokenize``; ``unknown`` hears of its fields. Raises :class:`InvalidRequestError`."""
+    names = refuse_unsupported(body, _UNSUPPORTED)
+    request = decode(_tokenize_decoder, body)
+    unknown.note(names, (*TokenizeRequest.__struct_fields__, *_UNSUPPORTED))
+    return request
 
 
-def decode_detokenize(body: bytes) -> DetokenizeRequest:
-    """Decode the body of ``/detokenize``. Raises :class:`InvalidRequestError`."""
-    return decode(_detokenize_decoder, body)
+def decode_detokenize(body: bytes, unknown: UnknownFields) -> DetokenizeRequest:
+    """Decode the body of ``/detokenize``; ``unknown`` hears of its fields. Raises :class:`InvalidRequestError`."""
+    names = refuse_unsupported(body, {})
+    request = decode(_detokenize_decoder, body)
+    unknown.note(names, DetokenizeRequest.__struct_fields__)
+    return request
 
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)

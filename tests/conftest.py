@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="tests/clients: fewer requests, for CI")
     parser.addoption("--cancels", type=int, default=500, help="requests cancelled in each case of test_cancels.py")
 
 

@@ -92,11 +92,38 @@ def test_l2_l3_every_choice_of_every_prompt_shows_it_and_its_values(
     assert len(seen) == 6
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_are_log_softmax(
+    http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, log_softmax: LogSoftmax, path: str
+) -> None:
+    """Twice: the second time the prompt is in the prefix caches."""
+    prompt = {"prompt": prompts_of(text_tokenizer)[-1]} if path == "/v1/completions" else {"messages": HELLO}
+    body = prompt | {"max_tokens": 3, "temperature": 0, "prompt_logprobs": 3, "return_token_ids": True}
+    for _ in range(2):
+        answer = http.post(path, json=body).json()
+        holder = answer["choices"][0] if path == "/v1/completions" else answer
+        asked = holder["prompt_token_ids"]
+        wanted = log_softmax(asked)
+        assert holder["prompt_logprobs"][0] is None
+        assert len(holder["prompt_logprobs"]) == len(asked)
+        for place, entries in enumerate(holder["prompt_logprobs"][1:], 1):
+            found, values = entries[str(asked[place])], wanted[place - 1]
+            assert found["logprob"] == pytest.approx(values[asked[place]].item(), abs=TOLERANCE)
+            assert found["decoded_token"] == text_tokenizer.decode([asked[place]], skip_special_tokens=False)
+            # How many are likelier is certain only to rounding.
+            likelier = [int((values > values[asked[place]] + slack).sum()) + 1 for slack in (TOLERANCE, -TOLERANCE)]
+            assert likelier[0] <= found["rank"] <= likelier[1]
+            top = sorted(entries.values(), key=lambda one: one["rank"])[:3]
+            assert [one["rank"] for one in top] == [1, 2, 3]
+            assert [one["logprob"] for one in top] == pytest.approx(values.topk(3).values.tolist(), abs=TOLERANCE)
+
+
 def test_f11_scoring_does_not_decode(
     stack: Stack, http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, log_softmax: LogSoftmax
 ) -> None:
     prompts = prompts_of(text_tokenizer)[-3:]
-    steps = stack.total("decode", "baton_generated_tokens_total")
+    ends = ("intakes_finished", "intakes_cancelled", "intakes_failed", "generated_tokens")
+    before = [stack.total("decode", f"baton_{end}_total") for end in ends]
     body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
     answer = http.post("/v1/completions", json=body).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
@@ -105,7 +132,7 @@ def test_f11_scoring_does_not_decode(
         check_values(choice["logprobs"], prompt, log_softmax(prompt), num_top=1)
     assert answer["usage"]["completion_tokens"] == 0
     assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
-    assert stack.total("decode", "baton_generated_tokens_total") == steps
+    assert [stack.total("decode", f"baton_{end}_total") for end in ends] == before
 
 
 @pytest.mark.parametrize("echo", [False, True])

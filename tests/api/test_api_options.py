@@ -88,6 +88,59 @@ def test_penalties_are_subtracted_from_token_0_on(
     assert ids(http, allowed_token_ids=allowed, max_tokens=8, **options) == wanted
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}, {"n": 3, "temperature": 1.0, "seed": 4}])
+def test_bad_words_are_never_written(
+    http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, options: dict[str, Any]
+) -> None:
+    """Of one token or more, from token 0 (made on P) to the last (made on D)."""
+    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "return_token_ids": True} | options
+
+    def written(**fields: Any) -> list[list[int]]:
+        response = http.post("/v1/completions", json=body | fields)
+        assert response.status_code == 200, response.text
+        return [choice["token_ids"] for choice in response.json()["choices"]]
+
+    plain = written()
+    (first, *_), (*_, last) = plain[0], plain[-1]
+    pairs = [tuple(found[place : place + 2]) for found in plain for place in range(0, 12, 3)]
+    singles = [text_tokenizer.decode([token_id]) for token_id in (first, last)]
+    words = [*singles, *(text_tokenizer.decode(list(pair)) for pair in pairs)]
+    changed = written(bad_words=words)
+    assert changed != plain
+    banned = [
+        text_tokenizer.encode(blank + word.lstrip(), add_special_tokens=False).ids
+        for word in words
+        for blank in ("", " ")
+    ]
+    for found in changed:
+        for word in banned:
+            assert all(found[place : place + len(word)] != word for place in range(len(found)))
+
+
+def test_a_bad_word_of_several_tokens_forbids_the_last_of_them_only(
+    http: httpx.Client, text_tokenizer: tokenizers.Tokenizer, log_softmax: LogSoftmax
+) -> None:
+    """Greedy: the same up to the word's last token, then the next likeliest, as Hugging Face has it."""
+    plain = ids(http, max_tokens=8)
+    for place in (1, 4):
+        word = plain[place - 1 : place + 1]
+        text = text_tokenizer.decode(word)
+        assert text_tokenizer.encode(text, add_special_tokens=False).ids == word
+        asked = text_tokenizer.encode(PROMPT, add_special_tokens=False).ids
+        likeliest = log_softmax([*asked, *plain[:place]])[-1].topk(2).indices.tolist()
+        assert likeliest[0] == plain[place]
+        found = ids(http, max_tokens=place + 1, bad_words=[text])
+        assert found == [*plain[:place], likeliest[1]]
+
+
+def test_a_prompt_that_is_cut_answers_as_its_end_alone(
+    http: httpx.Client, text_tokenizer: tokenizers.Tokenizer
+) -> None:
+    end = text_tokenizer.encode(PROMPT, add_special_tokens=False).ids[-5:]
+    assert ids(http, truncate_prompt_tokens=5) == ids(http, prompt=end)
+    assert ids(http, prompt=[*range(300, 400), *end], truncate_prompt_tokens=5) == ids(http, prompt=end)
+
+
 def test_repetition_penalty_forbids_the_prompts_tokens_too(http: httpx.Client) -> None:
     plain = ids(http, prompt=[300, 301] * 8)
     assert set(plain) & {300, 301}

@@ -55,6 +55,19 @@ def check(name: str, arguments: str) -> None:
     assert set(found["units"]) <= {"C", "F"}
 
 
+def assembled(parts: list[Any]) -> list[tuple[str, str]]:
+    """The calls that a stream's parts make: the name once, the arguments piece by piece."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        if part.index == len(found):
+            assert part.id
+            found.append((part.function.name, part.function.arguments))
+        else:
+            assert (part.index, part.id, part.function.name) == (len(found) - 1, None, None)
+            found[-1] = (found[-1][0], found[-1][1] + part.function.arguments)
+    return found
+
+
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -90,7 +103,8 @@ async def test_c7_forced_calls_whole_and_streamed(
         functions = [
             (call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]
         ]
-        assert [(call.function.name, call.function.arguments) for call in calls[index]] == functions
+        assert assembled(calls[index]) == functions
+        assert len(calls[index]) > len(functions)
 
 
 async def test_several_calls_by_the_stream_helper(client: openai.AsyncOpenAI) -> None:
@@ -114,19 +128,32 @@ async def test_several_calls_by_the_stream_helper(client: openai.AsyncOpenAI) ->
         check(name, arguments)
 
 
-async def test_d15_a_forced_call_that_is_cut_is_text(stack: Stack) -> None:
+async def test_d15_a_forced_call_that_is_cut(stack: Stack, client: openai.AsyncOpenAI) -> None:
+    """Before its arguments it is text, after that a call with what there is of them; in a stream alike."""
     body = ASK | {"tool_choice": NAMED}
-    cut = [body | {"max_tokens": count} for count in (1, 2, 12)] + [body | {"stop": "days"}]
+    cut = [body | {"max_tokens": count} for count in (1, 2, 12, 24)] + [body | {"stop": "days"}]
     answers = await gather_posts(stack, CHAT, [body, *cut])
     (call,) = answers[0]["choices"][0]["message"]["tool_calls"]
-    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {call["function"]["arguments"]}}}\n</tool_call>'
-    for answer in answers[1:]:
-        (choice,) = answer["choices"]
-        assert "tool_calls" not in choice["message"]
-        assert choice["message"]["content"]
-        assert text.startswith(choice["message"]["content"])
-    assert [answer["choices"][0]["finish_reason"] for answer in answers[1:]] == ["length"] * 3 + ["stop"]
-    assert answers[-1]["choices"][0]["message"]["content"] == text.partition("days")[0]
+    arguments = call["function"]["arguments"]
+    text = f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+    for fields, answer in zip(cut, answers[1:], strict=True):
+        message = answer["choices"][0]["message"]
+        if "tool_calls" in message:
+            (call,) = message["tool_calls"]
+            assert (message["content"], call["function"]["name"]) == (None, "get_weather")
+            assert arguments.startswith(call["function"]["arguments"])
+            assert call["function"]["arguments"] != arguments
+        else:
+            assert message["content"]
+            assert text.partition(arguments)[0].startswith(message["content"])
+        chunks = [chunk.choices[0].delta async for chunk in await client.chat.completions.create(**fields, stream=True)]
+        assert "".join(chunk.content or "" for chunk in chunks) == (message["content"] or "")
+        found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+        assert assembled([part for chunk in chunks for part in chunk.tool_calls or []]) == found
+    assert [answer["choices"][0]["finish_reason"] for answer in answers[1:]] == ["length"] * 4 + ["stop"]
+    assert "tool_calls" not in answers[1]["choices"][0]["message"]
+    (call,) = answers[-1]["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments.partition("days")[0]
 
 
 async def test_free_calls_and_a_second_turn(stack: Stack, client: openai.AsyncOpenAI) -> None:
@@ -137,9 +164,10 @@ async def test_free_calls_and_a_second_turn(stack: Stack, client: openai.AsyncOp
         parts = [chunk.choices[0] async for chunk in await client.chat.completions.create(**body, stream=True)]
         assert "".join(part.delta.content or "" for part in parts) == (whole.choices[0].message.content or "")
         assert parts[-1].finish_reason == whole.choices[0].finish_reason
-        calls = [call.function.arguments for part in parts for call in part.delta.tool_calls or [] if call.function]
-        assert calls == [
-            call.function.arguments for call in whole.choices[0].message.tool_calls or [] if call.type == "function"
+        assert assembled([call for part in parts for call in part.delta.tool_calls or []]) == [
+            (call.function.name, call.function.arguments)
+            for call in whole.choices[0].message.tool_calls or []
+            if call.type == "function"
         ]
     forced = (await client.chat.completions.create(**ASK | {"tool_choice": NAMED})).choices[0].message
     assert forced.tool_calls is not None

@@ -22,7 +22,7 @@ def tool() -> Tool:
     def find(name: str, program: str) -> Path:
         found = home / name / "bin" / program
         assert found.is_file(), f"{found} is missing: run scripts/test-clients"
-        return found
+        return found.absolute()
 
     return find
 
@@ -30,6 +30,20 @@ def tool() -> Tool:
 @pytest.fixture(scope="session")
 def stack(demo_model_dir: Path) -> Iterator[Stack]:
     # A drawn chat without `max_tokens` may go on to the end of the context: a short one, so that it ends in time.
-    with running_stack(demo_model_dir, options=("--transport", "tcp", "--max-model-len", "128")) as running:
+    with running_stack(demo_model_dir, options=("--transport", "tcp", "--max-model-len", "64")) as running:
         meet(running)
         yield running
+
+
+@pytest.fixture(scope="session")
+def roomy(demo_model_dir: Path) -> Iterator[Stack]:
+    """Another one, with the model's whole context."""
+    with running_stack(demo_model_dir, options=("--transport", "tcp")) as running:
+        meet(running)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def quick(request: pytest.FixtureRequest) -> bool:
+    """Whether there is time for a part only."""
+    return bool(request.config.getoption("--quick"))

@@ -37,8 +37,11 @@ def samples(
     tool: Tool,
     demo_model_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
+    quick: bool,
 ) -> dict[str, list[dict[str, Any]]]:
     """lm-eval's samples by task, in the order of the documents."""
+    if quick and request.param == "remote tokenizer":
+        pytest.skip("no time for it with --quick")
     out, tasks = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("tasks")
     for name in ("capitals", "counting"):
         task = yaml.safe_load((TASKS / f"{name}.yaml").read_text())

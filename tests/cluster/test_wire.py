@@ -67,6 +67,7 @@ EVERYTHING = SamplingParams(
     logit_bias=((3, -100.0), (4, 2.5)),
     allowed_token_ids=(3, 4, 5),
     banned_token_ids=(6,),
+    bad_words=((7, 8), (9, 10, 11)),
     num_logprobs=20,
 )
 CAPSULE = Capsule(40, (StartedChoice(0, 7),), 1, (5, 6), SAMPLING)
@@ -78,7 +79,9 @@ MESSAGES: list[Message] = [
     Refused(KEY, "never", None),
     Submit(KEY, (0, 2**32 - 1), (NAME,), SAMPLING, TICKET, 30.0),
     Submit(KEY, (1, 2), (), SAMPLING, TICKET, 30.0, num_prompt_logprobs=20),
-    PromptLogprobs(KEY, 1, (TokenLogprobs(-0.25, ((7, -0.25),)), TokenLogprobs(-9999.0))),
+    Submit(KEY, (1, 2), (), SamplingParams(max_tokens=0), None, 30.0, num_prompt_logprobs=0),
+    PromptLogprobs(KEY, 1, (TokenLogprobs(-0.25, ((7, -0.25),), 1), TokenLogprobs(-9999.0, rank=49152))),
+    Token0(KEY, (), 16, 0.1, 0.2),
     Token0(KEY, (FirstToken(0, 7, None),), 16, 0.1, 0.2),
     Token0(
         KEY,
@@ -247,7 +250,8 @@ def test_no_choices_and_too_many_are_refused(count: int) -> None:
     token0["body"]["choices"] *= count
     commit = as_data(Commit(KEY, CAPSULE))
     commit["body"]["capsule"]["choices"] *= count
-    for envelope in (token0, commit):
+    # No first token is the answer to a request that generates nothing.
+    for envelope in (token0, commit) if count else (commit,):
         with pytest.raises(WireError):
             decode(frame_of(envelope))
 

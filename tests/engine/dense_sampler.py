@@ -49,7 +49,11 @@ def edited(logits: npt.NDArray[np.float32], sampling: SamplingParams, before: Be
     for token_id in range(len(row)):
         allowed = sampling.allowed_token_ids is None or token_id in sampling.allowed_token_ids
         too_early = len(before.output) < sampling.min_tokens and token_id in sampling.stop_token_ids
-        if not allowed or too_early or token_id in sampling.banned_token_ids:
+        completes = any(
+            word[-1] == token_id and list(before.output)[-len(word) + 1 :] == list(word[:-1])
+            for word in sampling.bad_words
+        )
+        if not allowed or too_early or completes or token_id in sampling.banned_token_ids:
             row[token_id] = np.float32(-math.inf)
     return np.array(row, np.float64)
 

@@ -46,6 +46,13 @@ def test_equals_come_by_ascending_id() -> None:
     assert [token_id for token_id, _ in got.top] == [9, 0, 1, 2]
 
 
+def test_ranks_count_those_that_are_at_least_as_likely() -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, 0.0]] * 5)
+    found = token_logprobs(logits.numpy(), range(5), [1] * 5, ranked=True)
+    assert [one.rank for one in found] == [1, 4, 2, 4, 5]
+    assert [one.rank for one in token_logprobs(logits.numpy(), range(5), [1] * 5)] == [0] * 5
+
+
 def test_no_infinity_reaches_the_client() -> None:
     logits = torch.tensor([[0.0, -1e6, -3e38, 1.0]])
     (got,) = token_logprobs(logits.numpy(), [2], [4])

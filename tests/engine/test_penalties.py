@@ -34,13 +34,15 @@ options = st.builds(
     ),
     allowed_token_ids=st.none() | any_ids,
     banned_token_ids=any_ids,
+    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4).map(tuple), max_size=6).map(tuple),
 )
 befores = st.builds(Before, st.lists(ids, min_size=1, max_size=8), st.lists(ids, max_size=8))
 
 
 def edit_of(row: int, sampling: SamplingParams, before: Before) -> Edit:
     num_generated = len(before.output)
-    return Edit(row, sampling, num_generated, TokenHistory.of_sequence(sampling, before.all_ids, num_generated))
+    history = TokenHistory.of_sequence(sampling, before.all_ids, num_generated)
+    return Edit(row, sampling, num_generated, history, output_token_ids=before.output)
 
 
 @given(st.lists(st.tuples(options, befores), min_size=1, max_size=5), st.integers(0, 2**32))
@@ -69,6 +71,20 @@ def test_min_tokens_bans_stop_tokens_until_so_many_are_generated(num_generated: 
     assert sampling.edits_logits(num_generated) == banned
     apply_edits(logits.numpy(), [Edit(0, sampling, num_generated, None)])
     assert logits[0].isinf().nonzero().flatten().tolist() == ([2, 7] if banned else [])
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [([], []), ([1], [2]), ([5, 1], [2]), ([1, 2], [3]), ([2], []), ([1, 2, 3], []), ([9, 1, 2], [3]), ([7, 7], [7])],
+)
+def test_the_last_token_of_a_bad_word_is_banned_after_the_others(output: list[int], banned: list[int]) -> None:
+    """In the output, not in the prompt; ids outside the vocabulary are no tokens."""
+    sampling = SamplingParams(max_tokens=50, bad_words=((1, 2), (1, 2, 3), (7, 7, 7), (7, 999)))
+    logits = torch.zeros(1, VOCABULARY)
+    assert sampling.edits_logits(len(output))
+    assert sampling.reads_output
+    apply_edits(logits.numpy(), [Edit(0, sampling, len(output), None, output_token_ids=output)])
+    assert logits[0].isinf().nonzero().flatten().tolist() == banned
 
 
 def test_history_counts_as_a_counter_does() -> None:

@@ -74,6 +74,7 @@ def test_c8_values_are_log_softmax_whatever_the_chunks(
     for place, one in enumerate(found):
         assert one.chosen == pytest.approx(wanted[place, PROMPT[place + 1]].item(), abs=1e-4)
         assert [token_id for token_id, _ in one.top] == wanted[place].topk(2).indices.tolist()
+        assert one.rank == wanted[place].argsort(descending=True).tolist().index(PROMPT[place + 1]) + 1
         if PROMPT[place + 1] in dict(one.top):
             assert dict(one.top)[PROMPT[place + 1]] == one.chosen
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import pytest
-from prefill_bench import ROUTER, PrefillBench, key, make_submit, of_kind, sent_to
+from prefill_bench import ROUTER, SETTINGS, PrefillBench, key, make_submit, of_kind, sent_to
 
 from cluster.request import SamplingParams, TokenLogprobs
-from cluster.wire import Failed, PromptLogprobs, Token0
+from cluster.wire import Cancel, Cancelled, Failed, PeerDown, PromptLogprobs, Token0
+from engine.instructions import Push, Send
 from engine.step import SampledToken, ScoredTokens, StepPlan, StepResult
 from prefill_node import handoff
 
@@ -46,6 +49,65 @@ def test_every_token_but_the_first_has_its_score(bench: PrefillBench, prompt_len
     found = {message.start + place: one.chosen for message in scores for place, one in enumerate(message.logprobs)}
     assert found == {token_id: -float(token_id) for token_id in range(1, prompt_len)}  # tokens are 0, 1, 2 …
     assert sum(len(message.logprobs) for message in scores) == prompt_len - 1
+
+
+@pytest.mark.parametrize("prompt_len", [1, 8, 9, 17])
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_scoring_alone_draws_and_sends_nothing(bench: PrefillBench, prompt_len: int, num_choices: int) -> None:
+    sampling = SamplingParams(max_tokens=0, num_choices=num_choices)
+    submit = msgspec.structs.replace(make_submit(prompt_len), sampling=sampling, num_prompt_logprobs=2, ticket=None)
+    said = bench.message(submit)
+    while bench.states():
+        plan = bench.plan()
+        assert [chunk.sampling for chunk in plan.chunks] == [None]
+        said += bench.finish_with(result_of(plan))
+    assert {each.peer for each in said if isinstance(each, Send)} == {ROUTER}
+    (*scores, token0) = sent_to(said, ROUTER)
+    assert sum(len(score.logprobs) for score in scores if isinstance(score, PromptLogprobs)) == prompt_len - 1
+    assert token0 == Token0(submit.key, (), 0, 0.0, 0.0)
+    assert of_kind(said, Push) == []
+    assert bench.pool.num_free == SETTINGS.num_blocks
+
+
+def test_scoring_alone_may_fill_the_context() -> None:
+    settings = dataclasses.replace(SETTINGS, max_model_len=16)
+    for max_tokens, prompt_len, refused in ((0, 16, False), (0, 17, True), (1, 16, True)):
+        bench = PrefillBench(settings)
+        submit = make_submit(prompt_len, max_tokens=max_tokens)
+        out = bench.message(msgspec.structs.replace(submit, ticket=submit.ticket if max_tokens else None))
+        assert bool(of_kind(out, Failed)) == refused
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_ticket_is_for_what_is_generated(bench: PrefillBench, max_tokens: int) -> None:
+    submit = make_submit(9, max_tokens=max_tokens)
+    out = bench.message(submit if max_tokens == 0 else msgspec.structs.replace(submit, ticket=None))
+    assert [failed.code for failed in of_kind(out, Failed)] == ["node_state"]
+    assert bench.states() == {}
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "engine", "peer"])
+def test_scoring_alone_ends_early_too(bench: PrefillBench, end: str) -> None:
+    submit = msgspec.structs.replace(make_submit(9, max_tokens=0), ticket=None, num_prompt_logprobs=0)
+    bench.message(submit)
+    plan = bench.plan()
+    match end:
+        case "cancel":
+            out = bench.message(Cancel(submit.key)) + bench.finish_with(result_of(plan))
+            assert [type(said) for said in sent_to(out, ROUTER)] == [Cancelled]
+        case "deadline":
+            out = bench.tick(61.0) + bench.finish_with(result_of(plan))
+            assert [type(said) for said in sent_to(out, ROUTER)] == [Failed]
+        case "engine":
+            out = bench.finish(plan, failed=["r"])
+            assert [type(said) for said in sent_to(out, ROUTER)] == [Failed]
+        case _:  # whoever is lost, it is nobody that this request needs
+            out = bench.message(PeerDown("D", 7)) + bench.finish_with(result_of(plan))
+            out += bench.finish_with(result_of(bench.plan()))
+            assert [type(said) for said in sent_to(out, ROUTER)] == [PromptLogprobs, Token0]
+    assert {each.peer for each in out if isinstance(each, Send)} == {ROUTER}
+    assert bench.states() == {}
+    assert bench.pool.num_free == SETTINGS.num_blocks
 
 
 def test_c7_cached_blocks_are_computed_again(bench: PrefillBench) -> None:

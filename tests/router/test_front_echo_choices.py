@@ -96,7 +96,7 @@ async def test_choice_j_of_prompt_i(front: Front, echo: bool, logprobs: int | No
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_scoring_with_n_shows_the_prompt_n_times(front: Front, stream: bool) -> None:
-    play(front, 1, scored=True, limit=1)
+    play(front, 1, scored=True, limit=0)
     body = {"prompt": PROMPTS, "n": 2, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": stream}
     choices, usage = await answers(front, body)
     assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [
@@ -134,7 +134,7 @@ async def test_a_stop_string_ends_its_choice_after_the_echo(front: Front) -> Non
 async def test_values_of_choices_count_before_any_work(front: Front) -> None:
     """The limit is for what is shown, and every choice shows the prompt's."""
     body = {"prompt": [[5] * 400] * 20, "echo": True, "logprobs": 20, "max_tokens": 0}
-    front.generator.script_of = {5: script([6], 20, prompt=[5] * 400)}
+    front.generator.script_of = {5: script([], 20, prompt=[5] * 400)}
     assert (await front.http.post(COMPLETIONS, json=body)).status_code == 200
     front.generator.seen.clear()
     response = await front.http.post(COMPLETIONS, json=body | {"n": 4})

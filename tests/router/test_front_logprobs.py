@@ -32,7 +32,8 @@ def score(token_id: int, num_top: int) -> TokenLogprobs:
 def script(
     ids: Sequence[int], num_top: int, *, finish: Any = "length", per_delta: int = 1, prompt: Sequence[int] = ()
 ) -> list[TokenDelta]:
-    groups = [tuple(ids[start : start + per_delta]) for start in range(0, len(ids), per_delta)]
+    """Without ``ids`` one delta without tokens, as where nothing is generated."""
+    groups = [tuple(ids[start : start + per_delta]) for start in range(0, len(ids), per_delta)] or [()]
     return [
         TokenDelta(
             group,
@@ -184,7 +185,7 @@ async def test_l3_echo_without_logprobs(front: Front, stream_it: bool) -> None:
 @pytest.mark.parametrize("stream_it", [False, True])
 async def test_f11_scoring_generates_nothing(front: Front, stream_it: bool) -> None:
     asked = [464, 3139, 282]
-    front.generator.script = script([5], 1, prompt=asked)
+    front.generator.script = script([], 1, prompt=asked)
     body = {"prompt": asked, "echo": True, "logprobs": 1, "max_tokens": 0}
     if stream_it:
         options = {"stream_options": {"include_usage": True}}
@@ -199,7 +200,7 @@ async def test_f11_scoring_generates_nothing(front: Front, stream_it: bool) -> N
         assert choice["finish_reason"] == "length"
     assert choice["text"] == front.tokenizer.decode(asked)
     check_lists(front, choice["logprobs"], asked, 1, len(asked))
-    assert front.generator.seen[0].sampling.max_tokens == 1
+    assert front.generator.seen[0].sampling.prefill_only
 
 
 async def test_lm_eval_reads_its_continuation(front: Front) -> None:
@@ -273,7 +274,7 @@ async def test_a_long_echo_lets_others_be_served(front: Front) -> None:
     """Writing many entries happens off the event loop: a request that comes meanwhile is not held up."""
     asked = [5 + n % 3000 for n in range(500)]
     bodies = [asked] * 40
-    front.generator.script_of = {5: script([6], 20, prompt=asked)}
+    front.generator.script_of = {5: script([], 20, prompt=asked)}
     body = {"prompt": bodies, "echo": True, "logprobs": 20, "max_tokens": 0}
     big = asyncio.create_task(front.http.post("/v1/completions", json=body))
     await front.generator.opened.wait()

@@ -43,6 +43,9 @@ async def sampling_of(front: Front, path: str, body: dict[str, Any]) -> Sampling
         ({"logit_bias": {"7": -100, "0": 100, "49151": 0.5}}, "logit_bias", ((7, -100.0), (0, 100.0), (49151, 0.5))),
         ({"logit_bias": {}}, "logit_bias", ()),
         ({"allowed_token_ids": [9, 8, 9]}, "allowed_token_ids", (9, 8)),
+        # "Paris", with a space before it or not, is one token; "lighthouse" is one only after a space.
+        ({"bad_words": ["Paris", " lighthouse"]}, "banned_token_ids", (38634, 7042, 33059)),
+        ({"bad_words": ["Paris", " lighthouse", "Paris"]}, "bad_words", ((92, 24638),)),
         ({"min_tokens": 3, "max_tokens": 3}, "min_tokens", 3),
         ({"seed": -1}, "seed", -1),
         ({"seed": 2**63 - 1}, "seed", 2**63 - 1),

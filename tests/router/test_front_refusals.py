@@ -82,8 +82,17 @@ _SHARED += [
 _SHARED += [("logit_bias", json.dumps({str(key): 1 for key in range(4097)}))]
 _SHARED += [("allowed_token_ids", v) for v in ("[]", "[-1]", "[49152]", "[1.0]", "[true]", "5", f"[{2**40}]")]
 _SHARED += [("include_stop_str_in_output", "1"), ("skip_special_tokens", '"xyzzy"'), ("skip_special_tokens", "0")]
-_SHARED += [("spaces_between_special_tokens", "0"), ("bad_words", '["xyzzy"]'), ("echo", "0")]
-_SHARED += [("prompt_logprobs", "0"), ("guided_json", '"xyzzy"'), ("guided_json", "5"), ("guided_regex", '"((("')]
+_SHARED += [("spaces_between_special_tokens", "0"), ("echo", "0")]
+_SHARED += [("bad_words", v) for v in ('""', '[""]', '["a", " \\t"]', "[1]", "5", '"xyzzy"', json.dumps(["é" * 129]))]
+_SHARED += [("truncate_prompt_tokens", v) for v in ("0", "-2", "true", "1.0", '"xyzzy"')]
+_SHARED += [("bad_words", json.dumps(["x"] * 257))]
+_SHARED += [
+    ("prompt_logprobs", '"xyzzy"'),
+    ("prompt_logprobs", "true"),
+    ("guided_json", '"xyzzy"'),
+    ("guided_json", "5"),
+    ("guided_regex", '"((("'),
+]
 _SHARED += [("guided_choice", v) for v in ("[]", "[1]", '"xyzzy"')] + [
     ("guided_grammar", v) for v in ('"%%"', '""', "1")
 ]

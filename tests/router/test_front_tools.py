@@ -25,6 +25,7 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": ASK, "tools": [WEATHER, NOW]
 ZURICH = '{"city": "Zürich 👩‍👩‍👧"}'
 CALL, NOW_CALL = HERMES.call("get_weather", ZURICH), HERMES.call("now", "{}")
 NAMED = {"type": "function", "function": {"name": "now"}}
+CUT, BEGUN = CALL.partition("ürich")[0], ZURICH.partition("ürich")[0]
 
 
 def prompt(front: Front) -> str:
@@ -56,8 +57,19 @@ def gathered(frames: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
         if delta.get("content") is not None:
             message["content"] = (message["content"] or "") + delta["content"]
         for call in delta.get("tool_calls", ()):
-            assert call["index"] == len(message.setdefault("tool_calls", []))
-            message["tool_calls"].append({"type": call["type"], "function": call["function"]})
+            calls, function = message.setdefault("tool_calls", []), call["function"]
+            if call["index"] == len(calls):
+                assert call["id"]
+                calls.append({"type": call["type"], "function": function})
+                assert set(function) == {"name", "arguments"}
+            else:  # more of the last arguments, and nothing else that clients would put together
+                assert (call["index"], set(call), set(function)) == (
+                    len(calls) - 1,
+                    {"index", "function"},
+                    {"arguments"},
+                )
+                assert function["arguments"]
+                calls[-1]["function"]["arguments"] += function["arguments"]
         finish += [choice["finish_reason"]] if choice["finish_reason"] else []
     assert len(finish) == 1
     return {"message": message, "finish_reason": finish[0]}
@@ -89,9 +101,22 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
         (CALL, "stop", {"tool_choice": "required"}, None, [("get_weather", ZURICH)], "tool_calls"),
         (NOW_CALL, "stop", {"tool_choice": NAMED}, None, [("now", "{}")], "stop"),
         (CALL + NOW_CALL, "stop", {"parallel_tool_calls": False}, NOW_CALL, [("get_weather", ZURICH)], "tool_calls"),
-        # D15: a stop string in a call, before its object is whole, after it, and in its end.
-        (f"Hi {CALL}", "stop", {"stop": "city"}, "Hi " + CALL.partition("city")[0], [], "stop"),
-        (CALL, "stop", {"stop": "}}"}, CALL.partition("}}")[0], [], "stop"),
+        # D15: a stop string in a call, before its arguments and in them, after it, and in its end.
+        (f"Hi {CALL}", "stop", {"stop": "arguments"}, "Hi " + CALL.partition("arguments")[0], [], "stop"),
+        (f"Hi {CALL}", "stop", {"stop": "city"}, "Hi ", [("get_weather", '{"')], "stop"),
+        (CALL, "stop", {"stop": "}}"}, None, [("get_weather", ZURICH[:-1])], "stop"),
+        (
+            CALL,
+            "stop",
+            {"stop": "}}", "include_stop_str_in_output": True},
+            None,
+            [("get_weather", ZURICH)],
+            "tool_calls",
+        ),
+        # Cut by max_tokens, or ended by the model, amid the arguments.
+        (CUT, "length", {}, None, [("get_weather", BEGUN)], "length"),
+        (CUT, "stop", {}, None, [("get_weather", BEGUN)], "stop"),
+        (f"{NOW_CALL}{CUT}", "stop", {}, None, [("now", "{}"), ("get_weather", BEGUN)], "stop"),
         (CALL, "stop", {"stop": "</tool_call>"}, None, [("get_weather", ZURICH)], "tool_calls"),
         (CALL, "stop", {"stop": "call>\n{", "include_stop_str_in_output": True}, "<tool_call>\n{", [], "stop"),
         # An answer of a form that was asked for is no call.
@@ -115,11 +140,24 @@ async def test_whole_and_streamed(
     assert len(shown) == len(token_ids) or "stop" in fields
 
 
+async def test_arguments_stream_as_they_are_generated(front: Front) -> None:
+    """The name before them, each token's part of them with that token, and nothing of the notation."""
+    front.replay(CALL, "stop")
+    frames = await streamed(front)
+    parts = [call for frame in frames for call in frame["choices"][0]["delta"].get("tool_calls", [])]
+    assert len(parts) > 5
+    first = parts[0]
+    assert (first["type"], first["function"]["name"]) == ("function", "get_weather")
+    assert ZURICH.startswith(first["function"]["arguments"])
+    assert len(first["function"]["arguments"]) < 4
+    assert "".join(part["function"]["arguments"] for part in parts) == ZURICH
+
+
 async def test_ids_of_calls_are_unique_and_the_stream_has_one_for_each(front: Front) -> None:
     front.replay(f"{CALL}\n{NOW_CALL}", "stop")
     ids = [call["id"] for _ in range(2) for call in (await whole(front))["message"]["tool_calls"]]
     frames = await streamed(front)
-    calls = [call for frame in frames for call in frame["choices"][0]["delta"].get("tool_calls", [])]
+    calls = [call for frame in frames for call in frame["choices"][0]["delta"].get("tool_calls", []) if "id" in call]
     assert [(call["index"], call["type"]) for call in calls] == [(0, "function"), (1, "function")]
     ids += [call["id"] for call in calls]
     assert len(set(ids)) == 6

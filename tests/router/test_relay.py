@@ -41,6 +41,21 @@ def test_first_tokens_come_in_order_and_the_prompts_count_once() -> None:
     assert (tokens.over, tokens.complete) == (True, True)
 
 
+def test_where_nothing_is_generated_every_choice_ends_with_the_scores_of_the_prompt() -> None:
+    tokens = TokenOrder(SamplingParams(max_tokens=0, num_choices=2))
+    scores = (TokenLogprobs(-1.0, rank=3), TokenLogprobs(-2.0, rank=1))
+    assert list(tokens.take(PromptLogprobs(KEY, 1, scores))) == []
+    assert not tokens.over
+    assert list(tokens.take(Token0(KEY, (), 7, 0.0, 0.0))) == [
+        TokenDelta((), "length", 7, prompt_logprobs=scores),
+        TokenDelta((), "length", choice=1),
+    ]
+    assert tokens.complete
+    for asked, message in ((0, token0(None)), (9, Token0(KEY, (), 7, 0.0, 0.0))):
+        with pytest.raises(TransferError, match="other first tokens"):
+            list(TokenOrder(SamplingParams(max_tokens=asked)).take(message))
+
+
 def test_tokens_before_token_0_wait_for_it() -> None:
     tokens = order(2)
     assert list(tokens.take(item(1, 1))) == list(tokens.take(item(0, 1))) == []

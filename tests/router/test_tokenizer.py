@@ -69,6 +69,21 @@ async def test_special_tokens_come_once(model_directory: Path) -> None:
     assert await adding.encode_chat(CONVERSATIONS[0], max_tokens=10) == prompt
 
 
+@pytest.mark.parametrize("keep", [1, 2, 5, 100])
+async def test_special_tokens_stay_where_a_prompt_is_cut(model_directory: Path, keep: int) -> None:
+    """As transformers has it: what the post-processor adds is not what is cut off."""
+    transformers = pytest.importorskip("transformers")
+    backend = tokenizers.Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", 1)])
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, truncation_side="left")
+    text = "The lighthouse keeper had a dog"
+    wanted = reference(text, truncation=True, max_length=keep)["input_ids"]
+    adding = Tokenizer(backend, vocab_size=49152, eos_token_ids=(2,))
+    assert list(await adding.encode_prompt(text, max_tokens=10, keep=keep)) == wanted
+    bare = await adding.encode_prompt(text, max_tokens=10, add_special_tokens=False, keep=keep)
+    assert bare == (await adding.encode_prompt(text, max_tokens=10, add_special_tokens=False))[-keep:]
+
+
 def render(source: str, messages: list[dict[str, Any]] | None = None) -> str:
     return ChatTemplate(source, {"bos_token": "<s>"}).render(messages or CONVERSATIONS[0])
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tool_calls import Call, CallReader
+from router import tool_calls
+from router.tool_calls import Call, CallPart, CallReader, whole_calls
 from router.tool_formats import HERMES, LLAMA3_JSON, CallRules, ToolFormat
 
 NAMES = frozenset(("get_weather", "now"))
@@ -22,9 +23,14 @@ def rules(written: ToolFormat, *, single: bool = False) -> CallRules:
 
 def read(asked: CallRules, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
     reader = CallReader(asked)
-    text = "".join([reader.feed(piece) for piece in pieces] + [reader.finish()])
-    assert [call.index for call in reader.calls] == list(range(len(reader.calls)))
-    return text, [(call.name, call.arguments) for call in reader.calls]
+    text, parts = "", []
+    for piece in pieces:
+        text += reader.feed(piece)
+        parts += reader.take()
+    text += reader.finish()
+    calls = whole_calls([*parts, *reader.take()])
+    assert len(calls) == reader.num_calls
+    return text, [(call.name, call.arguments) for call in calls]
 
 
 PARIS = '{"city": "Paris"}'
@@ -58,6 +64,21 @@ HERMES_TABLE: list[tuple[str, str, list[tuple[str, str]]]] = [
     ('<tool_call>{"name": "now"}</tool_call>', "", [NOW_CALL]),
     ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW_CALL]),
     ('<tool_call>{"name": "now", "parameters": {"a": 1}}</tool_call>', "", [("now", '{"a": 1}')]),
+    # Arguments that are no JSON are what the model wrote: nothing else could be shown, once a part of them is out.
+    ('<tool_call>{"name": "now", "arguments": {"a": Paris}}</tool_call>', "", [("now", '{"a": Paris}')]),
+    ('<tool_call>{"name": "now", "arguments": {"a": "b\nc"}}</tool_call>', "", [("now", '{"a": "b\nc"}')]),
+    ('<tool_call>{"name": "now", "arguments": {"a": NaN, "b": 01}}</tool_call>', "", [("now", '{"a": NaN, "b": 01}')]),
+    ('<tool_call>{"name": "now", "arguments": {\'a\': "<b>"}}</tool_call>!', "!", [("now", "{'a': \"<b>\"}")]),
+    # Braces that the model forgot, and what is none of the call's own.
+    ('<tool_call>{"name": "now", "arguments": {"a": [1}</tool_call>!', "!", [("now", '{"a": [1}')]),
+    ('<tool_call>{"name": "now", "arguments": {}</tool_call>!', "!", [NOW_CALL]),
+    ('<tool_call>{"name": "now", "arguments": {},}</tool_call>', "", [NOW_CALL]),
+    ('<tool_call>{"name": "now", "arguments": {}, "id": "</tool_call>"}</tool_call>', "", [NOW_CALL]),
+    ('<tool_call>{"name": "now", "arguments": {}} and</tool_call>', " and</tool_call>", [NOW_CALL]),
+    ('<tool_call>{"name": "now", "arguments": {}}</tool_</tool_call>', "</tool_</tool_call>", [NOW_CALL]),
+    # Named after its arguments.
+    ('<tool_call>{"arguments": {"a": {}}, "name": "now"}</tool_call>', "", [("now", '{"a": {}}')]),
+    ('<tool_call>{"id": {"a": 1}, "name": "now", "arguments": {"b": {}}}</tool_call>', "", [("now", '{"b": {}}')]),
     # Complete without its end: EOS or a stop string came first, or max_tokens.
     (WEATHER.removesuffix("\n</tool_call>"), "", [WEATHER_CALL]),
     (WEATHER.removesuffix("_call>"), "", [WEATHER_CALL]),
@@ -71,15 +92,13 @@ NO_CALLS = [
     "</tool_call>",
     "<tool_call> no\n</tool_call>",
     "<tool_call>[]</tool_call>",
-    '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"city": Paris}}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"city": "Pa\n"}}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"a": NaN}}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"a": nul}}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {"a": 01}}</tool_call>',
+    '<tool_call>{"name": "get_weather", "id": 01, "arguments": {}}</tool_call>',
+    '<tool_call>{"arguments": {"a": NaN}, "name": "now"}</tool_call>',
+    '<tool_call>{"arguments": {"a": "b\n"}, "name": "now"}</tool_call>',
+    '<tool_call>{"arguments": {}, "name": "now"</tool_call>',
     '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>',
     '<tool_call>{"name": "get_weather", "arguments": "{}"}</tool_call>',
-    '<tool_call>{"name": "get_weather", "arguments": {},}</tool_call>',
+    '<tool_call>{"arguments": {}, "name": "get_weather",}</tool_call>',
     '<tool_call>{"name": "get_weather" "arguments": {}}</tool_call>',
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
@@ -89,8 +108,6 @@ NO_CALLS = [
     "<tool_call>{}</tool_call>",
     "<tool_call>{]</tool_call>",
     "<tool_call>{" + "[" * 200 + "]" * 200 + "}</tool_call>",
-    '<tool_call>{"name": "now", "arguments": {}} and</tool_call>',
-    '<tool_call>{"name": "now", "arguments": {}}</tool_</tool_call>',
     '{"name": "now", "arguments": {}}',
 ]
 LLAMA_WEATHER = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
@@ -111,7 +128,9 @@ LLAMA_TABLE: list[tuple[str, str, list[tuple[str, str]]]] = [
     (f"; {LLAMA_NOW}", f"; {LLAMA_NOW}", []),
     (f"<|python_tag|>print() {LLAMA_NOW}", f"<|python_tag|>print() {LLAMA_NOW}", []),
     ('{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
-    ('{"name": "now", "parameters": {', '{"name": "now", "parameters": {', []),
+    ('{"name": "now", "parameters": {', "", [("now", "{")]),
+    ('{"name": "now", "parameters": ', '{"name": "now", "parameters": ', []),
+    ('{"name": "now", "parameters": {"a": <b>}}', "", [("now", '{"a": <b>}')]),
     ('{"answer": <b>}', '{"answer": <b>}', []),
     ("<|python", "<|python", []),
 ]
@@ -139,13 +158,20 @@ def test_what_is_no_call_is_text_as_it_stands(text: str) -> None:
 
 
 @pytest.mark.parametrize("written", [HERMES, LLAMA3_JSON])
-def test_a_call_that_is_cut_anywhere_is_text_or_complete(written: ToolFormat) -> None:
-    whole = written.call("get_weather", '{"city": "Zürich"}')
-    complete = len(whole) - len(written.closing)
+def test_a_call_that_is_cut_anywhere_is_text_or_has_begun(written: ToolFormat) -> None:
+    arguments = '{"city": "Zürich }"}'
+    whole = written.call("get_weather", arguments)
+    begin = whole.index(arguments)
     for cut in range(1, len(whole)):
         for pieces in ((whole[:cut],), tuple(whole[:cut])):
-            text, calls = read(rules(written), *pieces)
-            assert (text, len(calls)) == (("", 1) if cut >= complete else (whole[:cut], 0))
+            reader = CallReader(rules(written))
+            text = "".join(map(reader.feed, pieces)) + reader.finish()
+            if cut <= begin:
+                assert (text, reader.take(), reader.cut) == (whole[:cut], (), False)
+            else:
+                assert text == ""
+                assert whole_calls(reader.take()) == [Call(0, "get_weather", whole[begin:cut][: len(arguments)])]
+                assert reader.cut == (cut < begin + len(arguments))
 
 
 @pytest.mark.parametrize(("written", "call"), [(HERMES, NOW), (LLAMA3_JSON, LLAMA_NOW)])
@@ -156,15 +182,18 @@ def test_no_more_than_one_call_where_the_client_takes_one(written: ToolFormat, c
     assert read(rules(written, single=True), call, between, call) == (between + call, [NOW_CALL])
 
 
-def test_text_is_shown_as_soon_as_it_is_certain_and_a_call_once_it_is_complete() -> None:
+def test_text_and_arguments_are_shown_as_soon_as_they_are_certain() -> None:
     reader = CallReader(rules(HERMES))
     assert [reader.feed(piece) for piece in ("Hi <", "tool", " <tool_call>\n{")] == ["Hi ", "", "<tool "]
-    rest = '"name": "now", "arguments": {}}\n</tool_call>'
-    for char in rest[:-1]:
-        assert reader.feed(char) == ""
-        assert reader.calls == []
-    reader.feed(rest[-1])
-    assert reader.calls == [Call(0, "now", "{}")]
+    for char in '"name": "now", "arguments": ':
+        assert (reader.feed(char), reader.take()) == ("", ())
+    assert (reader.feed("{"), reader.take()) == ("", (CallPart(0, "now", "{"),))
+    for char in '"a": "}{", "b": [{}]}':
+        assert (reader.feed(char), reader.take()) == ("", (CallPart(0, None, char),))
+    assert (reader.feed("}\n</tool_"), reader.take()) == ("", ())
+    begun = NOW.index("{}") + 1
+    assert (reader.feed(f"call> ok {NOW[:begun]}"), reader.take()) == (" ok ", (CallPart(1, "now", "{"),))
+    assert (reader.feed(NOW[begun:] + NOW), reader.take()) == ("", (CallPart(1, None, "}"), CallPart(2, "now", "{}")))
 
 
 FRAGMENTS = st.sampled_from([*NO_CALLS[:12], "Hi", "é", "<", "tool_call", ">"])
@@ -210,7 +239,55 @@ def test_pieces_are_as_the_whole(written: ToolFormat, single: bool, parts: list[
     assert whole[1] or whole[0] == text
     for name, arguments in whole[1]:
         assert name in NAMES
-        json.loads(arguments)
+        assert arguments == "{}" or (arguments[0] == "{" and arguments in text)
+    reader, parts = CallReader(asked), []
+    for char in text:
+        reader.feed(char)
+        parts += reader.take()
+    assert all(part.name is not None or part.arguments for part in parts)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("written", [HERMES, LLAMA3_JSON])
+@given(
+    st.dictionaries(st.text(max_size=9), VALUES, max_size=4),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+    st.dictionaries(st.sampled_from(["id", "type", "meta"]), VALUES, max_size=2),
+)
+def test_arguments_are_those_of_a_json_parser(
+    written: ToolFormat, arguments: dict[str, Any], indent: int | None, ascii_only: bool, more: dict[str, Any]
+) -> None:
+    """Wherever they stand in the object, in any notation, character for character."""
+    shown = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
+    others = [json.dumps({key: value})[1:-1] for key, value in more.items()]
+    named, given_ = '"name": "now"', f'"{written.arguments_key}": {shown}'
+    for members in ([named, given_, *others], [*others, named, given_], [given_, *others, named]):
+        text = f"{written.opening}{{{', '.join(members)}}}{written.closing}"
+        assert read(rules(written), *text) == read(rules(written), text) == ("", [("now", shown)])
+
+
+def test_an_object_is_read_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of its members look like the arguments, or open braces where none may be."""
+    num_read = 0
+    real = tool_calls.read_call
+
+    def counting(text: str, written: ToolFormat) -> Any:
+        nonlocal num_read
+        num_read += len(text)
+        return real(text, written)
+
+    monkeypatch.setattr(tool_calls, "read_call", counting)
+    for member in ('"arguments": {}, ', '"arguments": {}', '"arguments": {"name": "now", '):
+        num_read, text = 0, "{" + member * 5_000 + "}"
+        read(rules(LLAMA3_JSON), text)
+        assert num_read <= 2 * len(text) + 10
 
 
 def test_reading_takes_time_in_proportion_to_the_text() -> None:

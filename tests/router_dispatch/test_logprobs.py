@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 
 import pytest
 
 from cluster.errors import TransferError
 from cluster.request import SamplingParams, TokenLogprobs
-from cluster.wire import Commit, FirstToken, Message, PromptLogprobs, Reserve, Submit, Token0, TokenItem, Tokens
+from cluster.wire import (
+    Commit,
+    FirstToken,
+    Message,
+    PromptLogprobs,
+    Refused,
+    Reserve,
+    Submit,
+    Token0,
+    TokenItem,
+    Tokens,
+)
 from router.generation import Generation, TokenDelta
+from tests.cluster.redis_server import eventually
 from tests.router_dispatch.rig import running_rig
 
 
@@ -67,6 +80,35 @@ async def test_prompt_logprobs_come_with_token_0() -> None:
             got = [delta async for delta in deltas]
     scores = tuple(logprobs_of(place) for place in (1, 2, 3))
     assert got == [TokenDelta((10,), "length", 0, (logprobs_of(10),), prompt_logprobs=scores)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_scoring_alone_needs_no_decode_node(lost: bool) -> None:
+    """None is asked for room, a full one is no reason to wait, and one that is lost meanwhile was not needed."""
+    asked = Generation((1, 2, 3, 4), SamplingParams(max_tokens=0, num_choices=2), num_prompt_logprobs=5)
+    async with running_rig() as (rig, (prefill,), (decode,)):
+        decode.on_reserve = lambda reserve: [Refused(reserve.key, "full", 5.0)]
+        waiting = asyncio.create_task(rig.ask())
+        await eventually(lambda: rig.entry(decode).refused_until_s > 0)
+        decode.got.clear()
+
+        def answer(submit: Submit) -> list[Message]:
+            assert submit.ticket is None
+            prefill._forget(submit.key)
+            if lost:
+                rig.switchboard.lost(decode.party)
+            return [
+                PromptLogprobs(submit.key, 1, tuple(map(logprobs_of, (1, 2, 3)))),
+                Token0(submit.key, (), 0, 0.0, 0.0),
+            ]
+
+        prefill.on_submit = answer
+        waiting.cancel()
+        async with aclosing(rig.dispatcher.generate(asked)) as deltas:
+            got = [delta async for delta in deltas]
+        assert decode.count(Reserve) == decode.count(Commit) == 0
+    scores = tuple(logprobs_of(place) for place in (1, 2, 3))
+    assert got == [TokenDelta((), "length", 0, prompt_logprobs=scores), TokenDelta((), "length", choice=1)]
 
 
 @pytest.mark.parametrize("parts", [((2, 1),), ((1, 1), (1, 1)), ((1, 1), (3, 1))], ids=["late", "twice", "gap"])

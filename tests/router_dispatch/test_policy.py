@@ -20,6 +20,14 @@ def node(name: str, fingerprint: str = "f", capacity: int = 1000, **more: int | 
 
 P0, P1, D0, D1 = node("p0"), node("p1"), node("d0"), node("d1")
 SMALL = Demand(prompt_len=32, total_len=48)
+SCORED = Demand(prompt_len=32, total_len=32, num_choices=0)
+
+
+def test_a_full_decode_node_is_no_reason_to_wait_where_nothing_is_decoded() -> None:
+    full = replace(D0, refusing=True)
+    assert isinstance(place(SMALL, [P0], [full], {}), Busy)
+    assert isinstance(place(SCORED, [P0], [full], {}), Placement)
+    assert isinstance(place(SCORED, [replace(P0, waiting_tokens=MAX_WAITING_TOKENS)], [full], {}), Busy)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,14 @@ class OneProcess:
         """Token 0 of every choice, then choice after choice."""
         cached = self._cached_tokens(generation)
         scores: list[TokenLogprobs] = []
-        first = [self._continue(generation, sampling, [], scores) for sampling in generation.sampling.choices()]
-        for choice, (token, sampling) in enumerate(zip(first, generation.sampling.choices(), strict=True)):
+        if generation.sampling.prefill_only:
+            self._execute(generation, None, [], scores)
+            for choice in range(generation.sampling.num_choices):
+                first = choice == 0
+                yield TokenDelta((), "length", cached if first else None, (), choice, tuple(scores) if first else ())
+            return
+        first_tokens = [self._continue(generation, sampling, [], scores) for sampling in generation.sampling.choices()]
+        for choice, (token, sampling) in enumerate(zip(first_tokens, generation.sampling.choices(), strict=True)):
             yield TokenDelta(
                 (token.token_id,),
                 finish_reason(sampling, token.token_id, 1),
@@ -59,7 +65,7 @@ class OneProcess:
             )
         dropped = set(endings.take()) if endings is not None else set()
         for choice, sampling in enumerate(generation.sampling.choices()):
-            output = [first[choice].token_id]
+            output = [first_tokens[choice].token_id]
             while choice not in dropped and finish_reason(sampling, output[-1], len(output)) is None:
                 token = self._continue(generation, sampling, output, [])
                 output.append(token.token_id)
@@ -94,6 +100,11 @@ class OneProcess:
         self, generation: Generation, sampling: SamplingParams, output: list[int], scores: list[TokenLogprobs]
     ) -> SampledToken:
         """The token after prompt and ``output``, computed anew from the first token: no state is kept at all."""
+        return self._execute(generation, sampling, output, scores)[0]
+
+    def _execute(
+        self, generation: Generation, sampling: SamplingParams | None, output: list[int], scores: list[TokenLogprobs]
+    ) -> tuple[SampledToken, ...]:
         text = (*generation.prompt_token_ids, *output)
         scored = generation.num_prompt_logprobs
         chunk = SequenceChunk(
@@ -104,7 +115,7 @@ class OneProcess:
             sampling=sampling,
             position=len(text),
             num_generated=len(output),
-            history=TokenHistory.of_sequence(sampling, text, len(output)),
+            history=None if sampling is None else TokenHistory.of_sequence(sampling, text, len(output)),
             output_token_ids=tuple(output),
             targets=() if scored is None or output else text[1:],
             num_target_logprobs=scored or 0,
@@ -114,7 +125,7 @@ class OneProcess:
             raise AssertionError(result.failed[0].message)
         if result.scored and not scores:
             scores.extend(result.scored[0].logprobs)
-        return result.tokens[0]
+        return result.tokens
 
 
 def one_process_app(directory: Path, served_name: str, block_size: int, max_len: int) -> FastAPI:
