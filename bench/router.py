@@ -9,13 +9,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import uvloop
 
 from bench.measure import MIN_RUNS, Report
 from bench.node_start import ROOT, redis_server
-from bench.router_client import NUM_TOKENS, Connection, Direct, latency, request_bytes, throughput
+from bench.router_client import NUM_TOKENS, Connection, Seen, frames_of, request_bytes, throughput
+from bench.router_direct import Direct
+from bench.router_nodes import Stamps
 from cluster.config import ENV_REDIS_URL, ENV_SECRET
 from cluster.model_store import resolve_model
 
@@ -35,9 +40,11 @@ async def bench(args: argparse.Namespace, report: Report, folder: Path, url: str
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[-1]})
     async with _router(url, args.model, cpus[0]) as port:
-        with _nodes(url, STEP_S, cpus[-1]):
+        stamps_file = folder / "stamps"
+        stamps = Stamps(stamps_file)
+        with _nodes(url, STEP_S, cpus[-1], stamps_file):
             frames = await _frames(port)
-            await _latency(url, port, args.runs, report)
+            await _latency(url, port, stamps, args.runs, report)
         with _nodes(url, 0.0, cpus[-1]):
             await _frames(port)
             frames_file = folder / "frames"
@@ -46,18 +53,37 @@ async def bench(args: argparse.Namespace, report: Report, folder: Path, url: str
                 await _throughput(port, bare_port, args.runs, report)
 
 
-async def _latency(url: str, port: int, runs: int, report: Report) -> None:
+async def _latency(url: str, port: int, stamps: Stamps, runs: int, report: Report) -> None:
+    """What the router adds to the time of the first frame, and to each later token's from its node to the client."""
     connection, request = await Connection.open(port), request_bytes()
     added_first, added_token = [], []
     async with Direct(url) as direct:
         for _ in range(runs):
-            ours = await latency(lambda: connection.ask(request), LATENCY_REQUESTS)
-            theirs = await latency(direct.ask, LATENCY_REQUESTS)
+            ours = await _medians(lambda: connection.ask(request), stamps)
+            theirs = await _medians(direct.ask, stamps)
             added_first.append((ours.first_s - theirs.first_s) * 1e3)
-            added_token.append((ours.rest_s - theirs.rest_s) * 1e3 / (NUM_TOKENS - 1))
+            added_token.append((ours.token_s - theirs.token_s) * 1e3)
     connection.close()
     report.add("router_first_byte_added", statistics.median(added_first), "ms", FIRST_LIMIT_MS, runs)
     report.add("router_per_token_added", statistics.median(added_token), "ms", TOKEN_LIMIT_MS, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Medians:
+    """Seconds from a question to its first token, and from a later token's sending by its node to its arrival."""
+
+    first_s: float
+    token_s: float
+
+
+async def _medians(ask: Callable[[], Awaitable[Seen]], stamps: Stamps) -> _Medians:
+    firsts, tokens = [], []
+    for _ in range(LATENCY_REQUESTS):
+        seen = await ask()
+        sent_s = stamps.all()
+        firsts.append(seen.first_s)
+        tokens += [seen.frames_s[index] - sent_s[index] for index in range(1, NUM_TOKENS)]
+    return _Medians(statistics.median(firsts), statistics.median(tokens))
 
 
 async def _throughput(port: int, bare_port: int, runs: int, report: Report) -> None:
@@ -76,13 +102,11 @@ async def _frames(port: int) -> bytes:
         while True:
             connection = await Connection.open(port)
             try:
-                frames = await connection.body(request_bytes())
-            except (ValueError, asyncio.IncompleteReadError):
-                frames = b""
-            connection.close()
-            if frames.endswith(b"data: [DONE]\n\n"):
-                return frames
-            await asyncio.sleep(0.2)
+                return b"".join(frames_of((await connection.ask(request_bytes())).raw))
+            except RuntimeError:
+                await asyncio.sleep(0.2)
+            finally:
+                connection.close()
 
 
 @asynccontextmanager
@@ -108,9 +132,10 @@ async def _router(url: str, model: str, cpu: int) -> AsyncIterator[int]:
 
 
 @contextmanager
-def _nodes(url: str, step_s: float, cpu: int) -> Iterator[None]:
+def _nodes(url: str, step_s: float, cpu: int, stamps: Path | None = None) -> Iterator[None]:
     environment = {name: value for name, value in os.environ.items() if name != ENV_SECRET}
     command = [sys.executable, "-m", "bench.router_nodes", url, str(step_s)]
+    command += [] if stamps is None else [str(stamps)]
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
     os.sched_setaffinity(process.pid, {cpu})
     try:
@@ -144,7 +169,7 @@ def main() -> int:
     args.runs = max(MIN_RUNS, args.runs)
     report = Report(as_json=args.json)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name, redis_server(Path(name)) as url:
-        asyncio.run(bench(args, report, Path(name), url))
+        uvloop.run(bench(args, report, Path(name), url))
     report.finish()
     return 0
 
