@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from cluster.errors import EngineError
 from cluster.request import TokenLogprobs
 from router.completion import Piece
@@ -37,4 +39,6 @@ def moved(piece: Piece, num_chars: int) -> Piece:
     """The piece with its offsets counted from so many characters earlier: those of the prompt."""
     if not piece.entries or not num_chars:
         return piece
-    return replace(piece, entries=tuple(replace(entry, offset=entry.offset + num_chars) for entry in piece.entries))
+    return msgspec.structs.replace(
+        piece, entries=tuple(replace(entry, offset=entry.offset + num_chars) for entry in piece.entries)
+    )

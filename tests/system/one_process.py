@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -43,13 +43,13 @@ class OneProcess:
 
     async def generate(
         self, generation: Generation, endings: Endings | None = None
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> AsyncGenerator[Sequence[TokenDelta], None]:
         """Token 0 of every choice, then choice after choice."""
         cached = self._cached_tokens(generation)
         scores: list[TokenLogprobs] = []
         first = [self._continue(generation, sampling, [], scores) for sampling in generation.sampling.choices()]
         for choice, (token, sampling) in enumerate(zip(first, generation.sampling.choices(), strict=True)):
-            yield TokenDelta(
+            delta = TokenDelta(
                 (token.token_id,),
                 finish_reason(sampling, token.token_id, 1),
                 cached if choice == 0 else None,
@@ -57,6 +57,7 @@ class OneProcess:
                 choice,
                 tuple(scores) if choice == 0 else (),
             )
+            yield [delta]
         dropped = set(endings.take()) if endings is not None else set()
         for choice, sampling in enumerate(generation.sampling.choices()):
             output = [first[choice].token_id]
@@ -65,7 +66,7 @@ class OneProcess:
                 output.append(token.token_id)
                 logprobs = () if token.logprobs is None else (token.logprobs,)
                 finish = finish_reason(sampling, token.token_id, len(output))
-                yield TokenDelta((token.token_id,), finish, None, logprobs, choice)
+                yield [TokenDelta((token.token_id,), finish, None, logprobs, choice)]
                 dropped |= set(endings.take()) if endings is not None else set()
 
     def ready(self) -> Readiness:
