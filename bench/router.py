@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,10 @@ import uvloop
 
 from bench.measure import MIN_RUNS, Report
 from bench.node_start import ROOT, redis_server
-from bench.router_client import NUM_TOKENS, Connection, Seen, frames_of, request_bytes, throughput
+from bench.router_client import NUM_TOKENS, Connection, Rate, Seen, Server, frames_of, request_bytes, throughput
 from bench.router_direct import Direct
 from bench.router_nodes import Stamps
+from bench.router_peers import programs, running
 from cluster.config import ENV_REDIS_URL, ENV_SECRET
 from cluster.model_store import resolve_model
 
@@ -39,7 +40,8 @@ async def bench(args: argparse.Namespace, report: Report, folder: Path, url: str
     """All rows, over the Redis at ``url``."""
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[-1]})
-    async with _router(url, args.model, cpus[0]) as port:
+    async with _router(url, args.model, cpus[0]) as router:
+        port = router.port
         stamps_file = folder / "stamps"
         stamps = Stamps(stamps_file)
         with _nodes(url, STEP_S, cpus[-1], stamps_file):
@@ -49,8 +51,11 @@ async def bench(args: argparse.Namespace, report: Report, folder: Path, url: str
             await _frames(port)
             frames_file = folder / "frames"
             frames_file.write_bytes(frames)
-            async with _bare(frames_file, cpus[0]) as bare_port:
-                await _throughput(port, bare_port, args.runs, report)
+            async with _bare(frames_file, cpus[0]) as bare:
+                await _throughput(router, bare, args.runs, report)
+    for program in args.peers:
+        async with _bare(frames_file, cpus[-1]) as worker, running(program, worker.port, cpus[0]) as peer:
+            await _throughput(peer, None, args.runs, report)
 
 
 async def _latency(url: str, port: int, stamps: Stamps, runs: int, report: Report) -> None:
@@ -86,14 +91,23 @@ async def _medians(ask: Callable[[], Awaitable[Seen]], stamps: Stamps) -> _Media
     return _Medians(statistics.median(firsts), statistics.median(tokens))
 
 
-async def _throughput(port: int, bare_port: int, runs: int, report: Report) -> None:
-    request, ours, bare = request_bytes(), [], []
+async def _throughput(server: Server, limit: Server | None, runs: int, report: Report) -> None:
+    """Answers and tokens a second, and answers a second of processor time; of the limit too, in turns."""
+    rates, limits = list[Rate](), list[Rate]()
     for _ in range(runs):
-        ours.append(await throughput(port, request, CONCURRENCY, THROUGHPUT_S))
-        bare.append(await throughput(bare_port, request, CONCURRENCY, THROUGHPUT_S))
-    value, limit = statistics.median(ours), statistics.median(bare)
-    report.add(f"router_requests_c{CONCURRENCY}", value, "1/s", limit, runs)
-    report.add(f"router_tokens_c{CONCURRENCY}", value * NUM_TOKENS, "1/s", limit * NUM_TOKENS, runs)
+        rates.append(await throughput(server, request_bytes(), CONCURRENCY, THROUGHPUT_S))
+        if limit is not None:
+            limits.append(await throughput(limit, request_bytes(), CONCURRENCY, THROUGHPUT_S))
+    found, bounds = _rows(rates), _rows(limits) if limits else {}
+    for name, value in found.items():
+        report.add(f"{server.name}_{name}", value, "1/s", bounds.get(name), runs)
+
+
+def _rows(rates: Sequence[Rate]) -> dict[str, float]:
+    per_s = statistics.median(rate.per_s for rate in rates)
+    per_cpu_s = statistics.median(rate.per_cpu_s for rate in rates)
+    name = f"requests_c{CONCURRENCY}"
+    return {name: per_s, f"tokens_c{CONCURRENCY}": per_s * NUM_TOKENS, f"{name}_per_cpu_s": per_cpu_s}
 
 
 async def _frames(port: int) -> bytes:
@@ -110,7 +124,7 @@ async def _frames(port: int) -> bytes:
 
 
 @asynccontextmanager
-async def _router(url: str, model: str, cpu: int) -> AsyncIterator[int]:
+async def _router(url: str, model: str, cpu: int) -> AsyncIterator[Server]:
     command = [sys.executable, "-m", "router", "--model", str(resolve_model(model).directory), "--port", "0"]
     command += ["--node-id", "bench-router", "--max-waiting", "4096"]
     environment = {name: value for name, value in os.environ.items() if name != ENV_SECRET} | {ENV_REDIS_URL: url}
@@ -124,7 +138,7 @@ async def _router(url: str, model: str, cpu: int) -> AsyncIterator[int]:
                 if not line:
                     raise RuntimeError("the router ended while starting")
         drain = asyncio.create_task(process.stderr.read())
-        yield int(line.rsplit(b":", 1)[1])
+        yield Server("router", int(line.rsplit(b":", 1)[1]), process.pid)
         drain.cancel()
     finally:
         process.terminate()
@@ -146,14 +160,14 @@ def _nodes(url: str, step_s: float, cpu: int, stamps: Path | None = None) -> Ite
 
 
 @asynccontextmanager
-async def _bare(frames: Path, cpu: int) -> AsyncIterator[int]:
+async def _bare(frames: Path, cpu: int) -> AsyncIterator[Server]:
     command = [sys.executable, "-m", "bench.router_bare", str(frames)]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     os.sched_setaffinity(process.pid, {cpu})
     try:
         if process.stdout is None:
             raise RuntimeError("the bare app says no port")
-        yield int(await process.stdout.readline())
+        yield Server("bare", int(await process.stdout.readline()), process.pid)
     finally:
         process.kill()
         await process.wait()
@@ -165,7 +179,18 @@ def main() -> int:
     made.add_argument("--json", action="store_true", help="one JSON array of rows on standard output")
     made.add_argument("--runs", type=int, default=MIN_RUNS, metavar="N", help="timed runs of each row, at least 5")
     made.add_argument("--model", default="smollm2-135m", help="name or directory; only its tokenizer is used")
+    made.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a `vllm-router` or `sglang-router` to measure too; those on the PATH are",
+    )
     args = made.parse_args()
+    try:
+        args.peers = programs(args.peer)
+    except ValueError as error:
+        made.error(str(error))
     args.runs = max(MIN_RUNS, args.runs)
     report = Report(as_json=args.json)
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as name, redis_server(Path(name)) as url:

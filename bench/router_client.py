@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 PROMPT = list(range(1000, 1032))
 NUM_TOKENS = 64
@@ -109,9 +111,26 @@ def frames_of(raw: bytes) -> list[bytes]:
     return [frame + b"\n\n" for frame in body.split(b"\n\n") if frame]
 
 
-async def throughput(port: int, request: bytes, concurrency: int, seconds: float) -> float:
-    """Answers a second with so many connections that each ask again at once."""
-    connections = [await Connection.open(port) for _ in range(concurrency)]
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Whom to ask: its port on this machine and its process."""
+
+    name: str
+    port: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Answers a second, and a second of the server's processor time."""
+
+    per_s: float
+    per_cpu_s: float
+
+
+async def throughput(server: Server, request: bytes, concurrency: int, seconds: float) -> Rate:
+    """With so many connections that each ask again at once."""
+    connections = [await Connection.open(server.port) for _ in range(concurrency)]
     for connection in connections:
         await connection.ask(request)
     done, until = 0, time.monotonic() + seconds
@@ -122,9 +141,15 @@ async def throughput(port: int, request: bytes, concurrency: int, seconds: float
             await connection.ask(request)
             done += 1
 
-    began = time.monotonic()
+    began_s, began_cpu_s = time.monotonic(), _cpu_s(server.pid)
     await asyncio.gather(*(worker(connection) for connection in connections))
-    elapsed = time.monotonic() - began
+    rate = Rate(done / (time.monotonic() - began_s), done / (_cpu_s(server.pid) - began_cpu_s))
     for connection in connections:
         connection.close()
-    return done / elapsed
+    return rate
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

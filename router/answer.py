@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -116,12 +116,10 @@ class Answer(Response):
     async def _reply(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:
             async with asyncio.timeout(None) as block:
-                self._patience = SendPatience(self._send_timeout_s, block)
-                await self._run_or_fail(scope, receive, send, record)
+                with closing(SendPatience(self._send_timeout_s, block)) as self._patience:
+                    await self._run_or_fail(scope, receive, send, record)
         except TimeoutError:
             record.outcome = "slow_client"  # returning without an end of body breaks the connection
-        finally:
-            self._patience.close()
 
     async def _run_or_fail(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:
