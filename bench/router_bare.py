@@ -1,6 +1,7 @@
 """A bare uvicorn app that streams given frames, one `send` each: what any Python server pays.
 
-For `baton bench router`: `python -m bench.router_bare FRAMES_FILE`.
+For `baton bench router`: `python -m bench.router_bare FRAMES_FILE`. It gives way to the event loop after each frame, as
+whoever waits for a next token does. GET is answered with an empty object, which health checks of other routers take.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 
+_JSON_HEADERS = [(b"content-type", b"application/json")]
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 def app_of(frames: list[bytes]) -> Any:
     """The ASGI app."""
 
-    async def app(_scope: dict[str, Any], receive: Any, send: Any) -> None:
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["method"] == "GET":
+            await send({"type": "http.response.start", "status": 200, "headers": _JSON_HEADERS})
+            await send({"type": "http.response.body", "body": b"{}"})
+            return
         while (await receive()).get("more_body"):
             pass
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -41,4 +48,4 @@ async def main(frames: list[bytes]) -> None:
 
 if __name__ == "__main__":
     content = Path(sys.argv[1]).read_bytes()
-    asyncio.run(main([frame + b"\n\n" for frame in content.split(b"\n\n") if frame]))
+    uvloop.run(main([frame + b"\n\n" for frame in content.split(b"\n\n") if frame]))

@@ -1,31 +1,32 @@
-"""A client that costs little: raw HTTP/1.1 over kept connections, and a direct conversation with nodes."""
+"""A client that costs little: raw HTTP/1.1 over kept connections, without a parser."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import statistics
+import os
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-
-from cluster.channel import Channel
-from cluster.config import ClusterConfig, new_epoch
-from cluster.membership import Membership
-from cluster.request import RequestId, RequestKey, SamplingParams
-from cluster.wire import Granted, Reserve, Submit, Token0, Tokens
+from pathlib import Path
 
 PROMPT = list(range(1000, 1032))
 NUM_TOKENS = 64
-_DONE = b"data: [DONE]"
+_DONE = b"data: [DONE]\n\n"
+_END = b"\r\n0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Seconds from sending a request to its first token, and from there to its end."""
+    """One answer: when it was asked for, when each of its frames came (``time.monotonic()``), and its bytes."""
 
-    first_s: float
-    rest_s: float
+    asked_s: float
+    frames_s: list[float]
+    raw: bytes
+
+    @property
+    def first_s(self) -> float:
+        """Seconds from the question to the first frame."""
+        return self.frames_s[0] - self.asked_s
 
 
 def request_bytes(path: str = "/v1/completions") -> bytes:
@@ -39,128 +40,116 @@ def request_bytes(path: str = "/v1/completions") -> bytes:
     return (head + body).encode()
 
 
-class Connection:
-    """One kept connection."""
+class Connection(asyncio.Protocol):
+    """One kept connection, one question at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    _transport: asyncio.Transport
+    _answer: asyncio.Future[Seen] | None = None
+    _asked_s = 0.0
+
+    def __init__(self) -> None:
+        self._frames_s: list[float] = []
+        self._parts: list[bytes] = []
+        self._tail = b""
 
     @classmethod
     async def open(cls, port: int) -> Connection:
         """To a server on this machine."""
-        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=1 << 22))
+        _transport, connection = await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port)
+        return connection
 
     async def ask(self, request: bytes) -> Seen:
         """Send, and read to the end of the answer. Raises RuntimeError for anything but a whole stream."""
-        began = time.perf_counter()
-        self._writer.write(request)
-        first_s, last = 0.0, b""
-        while True:
-            data = await self._reader.read(1 << 18)
-            if not data:
-                raise RuntimeError("the server hung up")
-            if not first_s and b"data:" in data:
-                first_s = time.perf_counter()
-            last = last[-16:] + data
-            if last.endswith(b"0\r\n\r\n"):
-                break
-        if _DONE not in last:
-            raise RuntimeError(f"not a whole stream: {last[-200:]!r}")
-        return Seen(first_s - began, time.perf_counter() - first_s)
-
-    async def body(self, request: bytes) -> bytes:
-        """The frames of one answer, as they are without HTTP's chunks. Raises ValueError if there are none."""
-        self._writer.write(request)
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise ValueError(head)
-        frames = b""
-        while size := int((await self._reader.readline()).strip(), 16):
-            frames += await self._reader.readexactly(size)
-            await self._reader.readline()
-        await self._reader.readline()
-        return frames
+        self._frames_s, self._parts, self._tail = [], [], b""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._asked_s = time.monotonic()
+        self._transport.write(request)
+        seen = await self._answer
+        if _DONE not in seen.raw[-64:]:
+            raise RuntimeError(f"not a whole stream: {seen.raw[-200:]!r}")
+        return seen
 
     def close(self) -> None:
         """Hang up."""
-        self._writer.close()
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._frames_s += [time.monotonic()] * data.count(b"data:")
+        self._parts.append(data)
+        self._tail = (self._tail + data)[-len(_END) :]
+        if self._tail == _END:
+            self._end(Seen(self._asked_s, self._frames_s, b"".join(self._parts)))
+        elif len(self._parts) == 1 and not data.startswith(b"HTTP/1.1 200"):
+            self._end(RuntimeError(f"not a stream: {data[:200]!r}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._end(RuntimeError(f"the server hung up: {exc}"))
+
+    def _end(self, outcome: Seen | RuntimeError) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if isinstance(outcome, Seen):
+            self._answer.set_result(outcome)
+        else:
+            self._answer.set_exception(outcome)
 
 
-async def throughput(port: int, request: bytes, concurrency: int, seconds: float) -> float:
-    """Answers a second with so many connections that each ask again at once."""
-    connections = [await Connection.open(port) for _ in range(concurrency)]
+def frames_of(raw: bytes) -> list[bytes]:
+    """The frames of one answer, without HTTP's head and chunks."""
+    _head, _, rest = raw.partition(b"\r\n\r\n")
+    body = b""
+    while size := int(rest[: rest.index(b"\r\n")], 16):
+        start = rest.index(b"\r\n") + 2
+        body += rest[start : start + size]
+        rest = rest[start + size + 2 :]
+    return [frame + b"\n\n" for frame in body.split(b"\n\n") if frame]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Whom to ask: its port on this machine and its process."""
+
+    name: str
+    port: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Answers a second, and a second of the server's processor time."""
+
+    per_s: float
+    per_cpu_s: float
+
+
+async def throughput(server: Server, request: bytes, concurrency: int, seconds: float) -> Rate:
+    """With so many connections that each ask again at once."""
+    connections = [await Connection.open(server.port) for _ in range(concurrency)]
     for connection in connections:
         await connection.ask(request)
-    done, until = 0, time.perf_counter() + seconds
+    done, until = 0, time.monotonic() + seconds
 
     async def worker(connection: Connection) -> None:
         nonlocal done
-        while time.perf_counter() < until:
+        while time.monotonic() < until:
             await connection.ask(request)
             done += 1
 
-    began = time.perf_counter()
+    began_s, began_cpu_s = time.monotonic(), _cpu_s(server.pid)
     await asyncio.gather(*(worker(connection) for connection in connections))
-    elapsed = time.perf_counter() - began
+    rate = Rate(done / (time.monotonic() - began_s), done / (_cpu_s(server.pid) - began_cpu_s))
     for connection in connections:
         connection.close()
-    return done / elapsed
+    return rate
 
 
-async def latency(ask: Callable[[], Awaitable[Seen]], count: int) -> Seen:
-    """Medians of ``count`` requests one after the other."""
-    seen = [await ask() for _ in range(count)]
-    return Seen(statistics.median(one.first_s for one in seen), statistics.median(one.rest_s for one in seen))
-
-
-class Direct:
-    """A router's part of the conversation without a router: reserve, submit, read tokens."""
-
-    def __init__(self, redis_url: str) -> None:
-        self._redis_url = redis_url
-        self._channel = Channel(ClusterConfig("bench-direct", new_epoch(), redis_url, "127.0.0.1", "127.0.0.1", None))
-        self._count = 0
-
-    async def __aenter__(self) -> Direct:
-        await self._channel.__aenter__()
-        membership = Membership(self._redis_url)
-        self._nodes = {record.role: record.party for record in (await membership.read()).values()}
-        await membership.close()
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self._channel.__aexit__(None, None, None)
-
-    async def ask(self) -> Seen:
-        """One request, token by token."""
-        self._count += 1
-        key = RequestKey(RequestId(f"direct-{self._count}"), 0)
-        sampling = SamplingParams(max_tokens=NUM_TOKENS)
-        began = time.perf_counter()
-        reserve = Reserve(
-            key=key,
-            prefill=self._nodes["prefill"],
-            prompt_len=len(PROMPT),
-            block_hashes=(),
-            seed_hash=bytes(16),
-            sampling=sampling,
-            deadline_s=60.0,
-        )
-        self._channel.send(self._nodes["decode"], reserve)
-        first_s = 0.0
-        while True:
-            match (await self._channel.receive()).body:
-                case Granted(_key, ticket):
-                    submit = Submit(
-                        key=key,
-                        prompt_token_ids=tuple(PROMPT),
-                        block_hashes=(),
-                        sampling=sampling,
-                        ticket=ticket,
-                        deadline_s=60.0,
-                    )
-                    self._channel.send(self._nodes["prefill"], submit)
-                case Token0():
-                    first_s = time.perf_counter()
-                case Tokens(_step, items) if any(item.finish_reason for item in items):
-                    return Seen(first_s - began, time.perf_counter() - first_s)
+def _cpu_s(pid: int) -> float:
+    """Processor time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,14 +1,21 @@
-"""A prefill and a decode node without engines, for `baton bench router`: `python -m bench.router_nodes REDIS_URL`.
+"""A prefill and a decode node without engines, for `baton bench router`.
 
-Both answer at once; the decode node runs steps as a real one does, one `Tokens` message a step with a token of every
-request. `PACE_S` is the time of a step.
+`python -m bench.router_nodes REDIS_URL STEP_S [STAMPS_FILE]`: both answer at once; the decode node runs steps as a real
+one does, one `Tokens` message a step of `STEP_S` seconds with a token of every request. When it sent each token of the
+latest request is written to the file, by the token's index: see :class:`Stamps`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import mmap
 import sys
+import time
+from pathlib import Path
 
+import uvloop
+
+from bench.router_client import NUM_TOKENS
 from cluster.channel import Channel
 from cluster.config import ClusterConfig, new_epoch
 from cluster.membership import Membership, NodeRecord, Role
@@ -40,10 +47,29 @@ NUM_BLOCKS, BLOCK_SIZE, FINGERPRINT = 100_000, 16, "bench"
 TOKEN_ID = 284  # " and" of the demo model; any text will do
 
 
+class Stamps:
+    """A ``time.monotonic()`` for each token of one answer, in a file that the nodes and the client share."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(bytes(8 * NUM_TOKENS))
+        with path.open("r+b") as file:
+            self._times = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+
+    def set(self, index: int) -> None:
+        """That token is sent now."""
+        self._times[index] = time.monotonic()
+
+    def all(self) -> list[float]:
+        """Those of the latest request."""
+        return [float(time_s) for time_s in self._times]
+
+
 class BenchNode:
     """Either role: what differs is what it answers. ``running`` holds (router, next index, max_tokens) by request."""
 
-    def __init__(self, role: Role, redis_url: str, step_s: float) -> None:
+    def __init__(self, role: Role, redis_url: str, step_s: float, stamps: Stamps | None) -> None:
+        self._stamps = stamps
         self._role: Role = role
         self._step_s = step_s
         self._redis_url = redis_url
@@ -113,6 +139,8 @@ class BenchNode:
                 finish: FinishReason | None = "length" if index + 1 >= limit else None
                 router = self._routers[key]
                 items.setdefault(router, []).append(TokenItem(key, index, (TOKEN_ID,), finish))
+                if self._stamps is not None:
+                    self._stamps.set(index)
                 state[0] += 1
                 if finish is not None:
                     del self._running[key], self._routers[key]
@@ -125,12 +153,13 @@ class BenchNode:
         self.channel.send(party, message)
 
 
-async def main(redis_url: str, step_s: float) -> None:
+async def main(redis_url: str, step_s: float, stamps: Stamps | None) -> None:
     """Both nodes in this process."""
     async with asyncio.TaskGroup() as tasks:
         for role in ("prefill", "decode"):
-            tasks.create_task(BenchNode(role, redis_url, step_s).run())
+            tasks.create_task(BenchNode(role, redis_url, step_s, stamps).run())
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], float(sys.argv[2])))
+    url, step, *file = sys.argv[1:]
+    uvloop.run(main(url, float(step), Stamps(Path(file[0])) if file else None))

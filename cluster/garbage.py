@@ -6,6 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Objects made before the youngest are collected, and how many such collections make an older one; Python's are 700, 10,
+# 10. A router's requests make thousands of objects that die with them: it collected for a fifteenth of its time.
+_THRESHOLDS = (10_000, 20, 20)
+
+
+def collect_seldom() -> None:
+    """For a process that makes few cycles and many objects."""
+    gc.set_threshold(*_THRESHOLDS)
+
 
 @contextmanager
 def permanent_objects() -> Iterator[None]:

@@ -40,6 +40,9 @@ def setup_logging(process: str) -> None:
     handler = logging.StreamHandler()
     name = _escaped(process).replace("%", "%%")
     handler.setFormatter(_OneLineFormatter(f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s"))
+    # What our lines do not show is not looked up either (the logging HOWTO's "Optimization").
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(level=log_level(), handlers=[handler], force=True)
 
 

@@ -7,14 +7,19 @@ import asyncio
 import sys
 from pathlib import Path
 
+import uvloop
+
 from cluster.api_keys import KeyRing, plain_key, read_keys
 from cluster.config import ENV_API_KEY, ConfigError, add_cluster_arguments, api_key, cluster_config
+from cluster.garbage import collect_seldom, permanent_objects
 from cluster.model_store import ModelFilesError
 from cluster.parent import exit_with_parent
 from cluster.telemetry import setup_logging
-from router.service import RouterConfig, serve
 from router.tool_formats import PARSER_NAMES
-from router.workers import run_workers
+
+with permanent_objects():
+    from router.service import RouterConfig, serve
+    from router.workers import run_workers
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,7 +111,8 @@ def main() -> int:
         )
         if "*" in config.cors_origins and not config.keys:
             raise ConfigError("--cors-origin '*' without API keys lets any web page use this server; name the sites")
-        return asyncio.run(serve(config))
+        collect_seldom()
+        return uvloop.run(serve(config))
     except (ConfigError, ModelFilesError) as error:
         print(f"router: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it
         return 2

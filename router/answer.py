@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
+from contextlib import aclosing, closing
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from starlette.responses import Response
@@ -25,6 +27,7 @@ from router.echo import echo_piece, moved, scores_piece
 from router.generation import Endings, Generation, Generator, TokenDelta
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
+from router.patience import SendPatience
 from router.planning import Plan
 from router.replies import PromptTokensDetails, Usage
 from router.tokenizer import Tokenizer
@@ -32,7 +35,7 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _ID_PREFIX: Final = {"completions": "cmpl", "chat": "chatcmpl"}
-# Names and numbers of so many tokens take about 10 ms to write.
+# Names and numbers of so many tokens take about 10 ms to write: more are written in a thread, and the event loop runs.
 _INLINE_ENTRIES: Final = 1024
 _STREAM_HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -41,8 +44,18 @@ _STREAM_HEADERS: Final = [
 ]
 
 
-class _SlowClientError(Exception):
-    """The client has not read for longer than it may."""
+class _Run:
+    """One generation while it runs: ``indexes`` are its choices' numbers in the answer, ``running`` those that go on,
+    ``last_s`` when each last got a token.
+    """
+
+    def __init__(self, number: int, indexes: range, started_s: float) -> None:
+        self.number = number
+        self.indexes = indexes
+        self.started_s = started_s
+        self.running = set(indexes)
+        self.endings = Endings()
+        self.last_s: dict[int, float] = {}
 
 
 class Answer(Response):
@@ -64,10 +77,11 @@ class Answer(Response):
         send_timeout_s: float,
     ) -> None:
         super().__init__()
-        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{uuid.uuid4().hex}"
+        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{secrets.token_hex(16)}"
         calls = plan.rules.calls
         head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer, calls is not None)
         self._plan = plan
+        self._shows_text_only = plan.usage != "every" and not plan.return_token_ids
         self._format = FORMATS[plan.endpoint](head)
         self._tokenizer = tokenizer
         self._generator = generator
@@ -87,6 +101,7 @@ class Answer(Response):
         ]
         # What is not sent yet: all of a whole answer; of a stream what shows nothing by itself.
         self._pieces: list[list[Piece]] = [[] for _ in self._choices]
+        self._last_frames = b""  # they go out with the end
         self._started = False
         self._send_lock = asyncio.Lock()
 
@@ -100,10 +115,16 @@ class Answer(Response):
 
     async def _reply(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:
+            async with asyncio.timeout(None) as block:
+                with closing(SendPatience(self._send_timeout_s, block)) as self._patience:
+                    await self._run_or_fail(scope, receive, send, record)
+        except TimeoutError:
+            record.outcome = "slow_client"  # returning without an end of body breaks the connection
+
+    async def _run_or_fail(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        try:
             await self._run_all(send, record)
             await self._end(send)
-        except _SlowClientError:
-            record.outcome = "slow_client"  # returning without an end of body breaks the connection
         except BatonError as error:
             await self._fail(error, scope, receive, send, record)
         except Exception:
@@ -122,43 +143,68 @@ class Answer(Response):
             raise failures.exceptions[0] from None
 
     async def _run(self, number: int, send: Send, record: RequestRecord) -> None:
-        """Run one generation; its choices are those from ``number * n`` on."""
-        generation, endings = self._plan.generations[number], Endings()
-        indexes = range(number * generation.sampling.num_choices, (number + 1) * generation.sampling.num_choices)
-        running, last_s = set(indexes), dict[int, float]()
-        async with aclosing(self._generator.generate(generation, endings)) as deltas:
-            async for delta in deltas:
-                index, now_s = indexes[delta.choice], time.perf_counter()
-                num_before = self._choices[index].num_tokens
-                piece = self._generated(number, index, delta)
-                self._metrics.generation_tokens.inc(self._choices[index].num_tokens - num_before)
-                opening = b""
-                if not last_s:
-                    self._first_delta(generation, delta.cached_tokens, now_s - record.started_s)
-                    opening = await self._opening(number, indexes, delta)
-                elif index in last_s:
-                    self._metrics.inter_token_latency.observe(now_s - last_s[index])
-                last_s[index] = now_s
-                self._pieces[index].append(piece)
-                if self._plan.stream and (frames := opening + await self._chunk(index)):
-                    await self._send_frames(send, frames)
-                if piece.finish_reason is not None:
-                    running.remove(index)
-                    if not running:
-                        return
-                    if delta.finish_reason is None:
-                        endings.add(delta.choice)
+        """Run one generation to its end. What is there at the same time goes out at once."""
+        generation = self._plan.generations[number]
+        num_choices = generation.sampling.num_choices
+        run = _Run(number, range(number * num_choices, (number + 1) * num_choices), record.started_s)
+        async with aclosing(self._generator.generate(generation, run.endings)) as batches:
+            async for deltas in batches:
+                now_s, num_before = time.perf_counter(), self._num_tokens(run.indexes)
+                frames = [await self._taken(run, group, now_s) for group in self._groups(deltas)]
+                self._metrics.generation_tokens.inc(self._num_tokens(run.indexes) - num_before)
+                if not run.running and len(self._plan.generations) == 1:
+                    self._last_frames = b"".join(frames)
+                elif any(frames):
+                    await self._send_frames(send, b"".join(frames))
+                if not run.running:
+                    return
         raise EngineError("The answer ended without a reason.")
+
+    def _groups(self, deltas: Sequence[TokenDelta]) -> list[list[TokenDelta]]:
+        """Those that follow each other of one choice together; each alone if every chunk tells what is used so far."""
+        if self._plan.usage == "every":
+            return [[delta] for delta in deltas]
+        return [list(group) for _choice, group in groupby(deltas, attrgetter("choice"))]
+
+    async def _taken(self, run: _Run, deltas: Sequence[TokenDelta], now_s: float) -> bytes:
+        """Take deltas of one choice that came at the same time; returns the frames that they let the client see."""
+        index = run.indexes[deltas[0].choice]
+        if index not in run.running:
+            return b""  # a stop string has ended it just before
+        pieces, opening = self._generated(run.number, index, deltas), b""
+        if not run.last_s:
+            self._first_delta(self._plan.generations[run.number], deltas[0].cached_tokens, now_s - run.started_s)
+            opening = await self._opening(run.number, run.indexes, deltas[0])
+        self._observe_gaps(run, index, len(pieces), now_s)
+        if pieces[-1].finish_reason is not None:
+            run.running.remove(index)
+            if deltas[len(pieces) - 1].finish_reason is None:
+                run.endings.add(deltas[0].choice)
+        if not self._plan.stream:
+            self._pieces[index] += pieces
+            return b""
+        return opening + await self._chunks(index, pieces)
+
+    def _observe_gaps(self, run: _Run, index: int, num_together: int, now_s: float) -> None:
+        last_s = run.last_s.get(index)
+        if last_s is not None:
+            self._metrics.inter_token_latency.observe(now_s - last_s)
+        if num_together > 1:
+            self._metrics.inter_token_latency.observe(0.0, num_together - 1)
+        run.last_s[index] = now_s
 
     def _first_delta(self, generation: Generation, cached_tokens: int | None, elapsed_s: float) -> None:
         self._metrics.time_to_first_token.observe(elapsed_s)
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
         self._metrics.cached_prompt_tokens.inc(cached_tokens or 0)
 
-    def _generated(self, number: int, index: int, delta: TokenDelta) -> Piece:
-        """What a delta adds to its choice."""
+    def _generated(self, number: int, index: int, deltas: Sequence[TokenDelta]) -> list[Piece]:
+        """What deltas add to their choice, up to its end."""
         plan, choice = self._plan, self._choices[index]
-        return moved(choice.feed(delta), len(plan.prompt_texts[number]) if plan.prompt_texts else 0)
+        pieces = choice.feed_all(deltas)
+        if plan.prompt_texts:
+            return [moved(piece, len(plan.prompt_texts[number])) for piece in pieces]
+        return pieces
 
     async def _opening(self, number: int, indexes: Sequence[int], first: TokenDelta) -> bytes:
         """What goes out before the first generated text of any of a generation's choices; all begin with an echo."""
@@ -181,6 +227,17 @@ class Answer(Response):
             frames += [await self._chunk(index) for index in indexes]
         return b"".join(frames)
 
+    async def _chunks(self, index: int, pieces: Sequence[Piece]) -> bytes:
+        """The frames of a choice's next pieces."""
+        held, frames = self._pieces[index], list[bytes]()
+        for piece in pieces:
+            if self._shows_text_only and piece.is_text and not held:  # as most are
+                frames.append(self._format.text_chunk(index, piece.text))
+            else:
+                held.append(piece)
+                frames.append(await self._chunk(index))
+        return b"".join(frames)
+
     async def _chunk(self, index: int) -> bytes:
         """What has gathered, if it shows anything; otherwise it goes with the next piece that does."""
         with_ids = self._plan.return_token_ids
@@ -188,18 +245,21 @@ class Answer(Response):
         if not (piece.text or piece.calls or piece.finish_reason is not None or with_ids):
             return b""
         self._pieces[index].clear()
-        write = partial(self._format.chunk, index, piece, self._usage_so_far(), with_ids=with_ids)
-        return await _written(write, len(piece.entries))
+        usage = self._usage_so_far()
+        if len(piece.entries) > _INLINE_ENTRIES:
+            return await asyncio.to_thread(self._format.chunk, index, piece, usage, with_ids=with_ids)
+        return self._format.chunk(index, piece, usage, with_ids=with_ids)
 
     async def _end(self, send: Send) -> None:
         if self._plan.stream:
             usage = b"" if self._plan.usage == "none" else self._format.usage_chunk(self._usage())
-            await self._send_frames(send, usage + DONE_FRAME, more=False)
+            await self._send_frames(send, self._last_frames + usage + DONE_FRAME, more=False)
             return
         pieces = [joined(pieces) for pieces in self._pieces]
         prompts = [generation.prompt_token_ids for generation in _by_choice(self._plan)]
         write = partial(self._format.whole, pieces, self._usage(), prompts if self._plan.return_token_ids else None)
-        body = await _written(write, sum(piece.num_entries for piece in pieces))
+        many = sum(piece.num_entries for piece in pieces) > _INLINE_ENTRIES
+        body = await asyncio.to_thread(write) if many else write()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -209,24 +269,22 @@ class Answer(Response):
             await error_response(error)(scope, receive, send)
             return
         record.outcome = "broken"
-        try:
-            await self._send_frames(send, error_frame(error) + DONE_FRAME, more=False)
-        except _SlowClientError:
-            record.outcome = "slow_client"
+        await self._send_frames(send, error_frame(error) + DONE_FRAME, more=False)
 
     async def _send_frames(self, send: Send, frames: bytes, *, more: bool = True) -> None:
         # Choices share the connection: without the lock one could write before another's status line is out.
-        try:
-            async with asyncio.timeout(self._send_timeout_s), self._send_lock:
+        async with self._send_lock:
+            with self._patience:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS]})
                 await send({"type": "http.response.body", "body": frames, "more_body": more})
-        except TimeoutError:
-            raise _SlowClientError from None
 
     def _usage_so_far(self) -> Usage | None:
         return self._usage() if self._plan.usage == "every" else None
+
+    def _num_tokens(self, indexes: range) -> int:
+        return sum(self._choices[index].num_tokens for index in indexes)
 
     def _usage(self) -> Usage:
         prompt_tokens = sum(len(generation.prompt_token_ids) for generation in self._plan.generations)
@@ -239,11 +297,6 @@ class Answer(Response):
 def _by_choice(plan: Plan) -> list[Generation]:
     """The generation that each choice belongs to."""
     return [generation for generation in plan.generations for _ in range(generation.sampling.num_choices)]
-
-
-async def _written(write: Callable[[], bytes], num_entries: int) -> bytes:
-    """What ``write`` gives; in a thread, which lets the event loop run, if there is much to write."""
-    return await asyncio.to_thread(write) if num_entries > _INLINE_ENTRIES else write()
 
 
 async def _cancel_on_disconnect(receive: Receive, reply: asyncio.Task[None], record: RequestRecord) -> None:

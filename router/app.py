@@ -7,6 +7,7 @@ an :class:`~router.answer.Answer` that reads from the :class:`~router.generation
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.api_keys import KeyRing
 from cluster.errors import BatonError, EngineError, InvalidRequestError, MethodNotAllowedError, NotFoundError
@@ -142,6 +144,29 @@ class _Front:
         return ModelCard(id=name, created=self._created, root=name, max_model_len=self._settings.max_model_len)
 
 
+class _Shortcut:
+    """Hands requests that generate to their handlers: the framework's layers below take as long as all the rest."""
+
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+        self._app = app
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generates = scope["type"] == "http" and scope["method"] == "POST"
+        handler = self._handlers.get(scope["path"]) if generates else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await handler(request)
+        except BatonError as error:
+            response = await _on_baton_error(request, error)
+        except ClientDisconnect as error:
+            response = await _on_client_disconnect(request, error)
+        await response(scope, receive, send)
+
+
 def create_app(
     settings: FrontSettings,
     tokenizer: Tokenizer,
@@ -153,7 +178,10 @@ def create_app(
 ) -> FastAPI:
     """Build the application; nothing runs until it is served. Without ``keys`` everybody may ask."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    front = _Front(settings, tokenizer, generator, metrics)
+    generating = {"/v1/completions": front.completions, "/v1/chat/completions": front.chat_completions}
     # The last one added is the first to see a request.
+    app.add_middleware(_Shortcut, handlers=generating)
     app.add_middleware(AccessMiddleware, keys=keys or KeyRing(()), limits=limits or KeyLimits())
     if settings.cors_origins:
         app.add_middleware(
@@ -167,9 +195,8 @@ def create_app(
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
-    front = _Front(settings, tokenizer, generator, metrics)
-    app.add_api_route("/v1/completions", front.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", front.chat_completions, methods=["POST"])
+    for path, handler in generating.items():
+        app.add_api_route(path, handler, methods=["POST"])  # for what the framework says of other methods
     app.add_api_route("/tokenize", front.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", front.detokenize, methods=["POST"])
     readable = ["GET", "HEAD"]

@@ -43,16 +43,29 @@ class Choice:
         self._matcher = StopMatcher(rules.stops, shown=rules.show_stop)
         self._rules = rules
         self._reader = None if rules.calls is None else CallReader(rules.calls)
+        self._shows_all = not rules.stops and rules.calls is None
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_chars = 0
         self.num_tokens = 0
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
 
+    def feed_all(self, deltas: Sequence[TokenDelta]) -> list[Piece]:
+        """:meth:`feed` for each of them, up to the end."""
+        pieces: list[Piece] = []
+        for delta in deltas:
+            pieces.append(self.feed(delta))
+            if self.finish_reason is not None:
+                break
+        return pieces
+
     def feed(self, delta: TokenDelta) -> Piece:
         """The text that these tokens complete; empty while a character or a possible stop string is open."""
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if self._shows_all and delta.finish_reason is None and not delta.logprobs:  # as most deltas are
+            self.num_tokens += len(delta.token_ids)
+            return Piece("".join(map(self._detokenizer.feed, delta.token_ids)), delta.token_ids)
         shown: list[str] = []
         entries: list[TokenEntry] = []
         for position, token_id in enumerate(delta.token_ids, start=1):

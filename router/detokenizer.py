@@ -29,14 +29,20 @@ class ByteDetokenizer:
     """For byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM), where each token is a string of bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        """``token_bytes`` gives a token's own."""
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = b""  # of a character that is not whole yet
 
     def feed(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        data = self._open + self._token_bytes(token_id)
+        text, num_read = codecs.utf_8_decode(data, "replace", False)
+        self._open = data[num_read:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        text, _ = codecs.utf_8_decode(self._open, "replace", True)
+        self._open = b""
+        return text
 
 
 class WindowDetokenizer:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
@@ -29,7 +29,7 @@ from cluster.errors import (
 from cluster.request import RequestId, RequestKey
 from cluster.wire import Failed, Granted, PromptLogprobs, Refused, Reserve, Submit, Ticket, Token0, TokenItem
 from router.generation import Endings, Generation, Readiness, TokenDelta
-from router.mailbox import Mailbox, NodeLost, Switchboard
+from router.mailbox import Mail, Mailbox, NodeLost, Switchboard
 from router.naming import PromptNames
 from router.placement import Placer
 from router.policy import Booking, Demand
@@ -76,17 +76,17 @@ class Dispatcher:
 
     async def generate(
         self, generation: Generation, endings: Endings | None = None
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> AsyncGenerator[Sequence[TokenDelta], None]:
         """Serve one request. A lost node before its first token: once more, on what is alive then."""
         job = _Job(generation, self._line.turn(), endings or Endings())
         failures = 0
         while True:
             emitted = False
             try:
-                async with aclosing(self._attempt(job)) as deltas:
-                    async for delta in deltas:
+                async with aclosing(self._attempt(job)) as batches:
+                    async for deltas in batches:
                         emitted = True
-                        yield delta
+                        yield deltas
                 return
             except BatonError as error:
                 failures += 1
@@ -95,13 +95,13 @@ class Dispatcher:
                     raise
                 job.turn = self._line.renew(job.turn)
 
-    async def _attempt(self, job: _Job) -> AsyncGenerator[TokenDelta, None]:
+    async def _attempt(self, job: _Job) -> AsyncGenerator[Sequence[TokenDelta], None]:
         booking, mailbox = await self._submit_somewhere(job)
         order = TokenOrder(job.generation.sampling)
         try:
-            async with aclosing(self._relay(mailbox, booking, order)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async with aclosing(self._relay(mailbox, booking, order)) as batches:
+                async for deltas in batches:
+                    yield deltas
                     for choice in job.endings.take():
                         self._drop(mailbox, job, order, choice)
         finally:
@@ -110,8 +110,7 @@ class Dispatcher:
 
     def _drop(self, mailbox: Mailbox, job: _Job, order: TokenOrder, choice: int) -> None:
         """The reader has ended a choice; the decode node need not go on with it. The last one ends the dispatch."""
-        order.drop(choice)
-        if not order.over:
+        if order.drop(choice) and not order.over:
             self._switchboard.cancel_choice(mailbox, job.generation.sampling.choice + choice)
 
     async def _submit_somewhere(self, job: _Job) -> tuple[Booking, Mailbox]:
@@ -209,25 +208,51 @@ class Dispatcher:
             "nobody: nothing is generated" if ticket is None else placement.decode.id,
         )
 
-    async def _relay(self, mailbox: Mailbox, booking: Booking, order: TokenOrder) -> AsyncGenerator[TokenDelta, None]:
+    async def _relay(
+        self, mailbox: Mailbox, booking: Booking, order: TokenOrder
+    ) -> AsyncGenerator[Sequence[TokenDelta], None]:
         """The tokens of all choices, each choice's in order; a gap is an error, never a silent cut."""
         deadline_s = time.monotonic() + self._settings.token0_timeout_s
         while not order.over:
             limit = self._settings.token_timeout_s if order.started else max(0.0, deadline_s - time.monotonic())
-            message = await mailbox.next(limit, "no token came in time")
-            match message:
-                case PromptLogprobs() | Token0() | TokenItem():
-                    if isinstance(message, Token0):
-                        self._placer.prefilled(booking)
-                        self._line.pump()
-                    for delta in order.take(message):
-                        yield delta
-                case NodeLost(party) if order.started and party == booking.placement.prefill:
-                    continue  # the decode node knows whether it has all it needs, and says so if not
-                case NodeLost(party) if not booking.num_choices and party == booking.placement.decode:
-                    continue  # it has no part in this
-                case _:
-                    raise _failure(message)
+            messages = await mailbox.next_together(limit, "no token came in time")
+            deltas, failure = self._deltas_of_all(messages, booking, order)
+            if deltas:
+                yield deltas
+            if failure is not None:
+                raise failure
+
+    def _deltas_of_all(
+        self, messages: Sequence[Mail], booking: Booking, order: TokenOrder
+    ) -> tuple[list[TokenDelta], BatonError | None]:
+        """The deltas of all messages up to the first that ends the dispatch, and the error if it is one."""
+        deltas: list[TokenDelta] = []
+        try:
+            for message in messages:
+                if isinstance(message, TokenItem):
+                    deltas += order.follow(message)
+                else:
+                    deltas += self._deltas_of(message, booking, order)
+                if deltas and deltas[-1].finish_reason is not None and order.over:
+                    break
+        except BatonError as error:
+            return deltas, error
+        return deltas, None
+
+    def _deltas_of(self, message: Mail, booking: Booking, order: TokenOrder) -> Sequence[TokenDelta]:
+        match message:
+            case PromptLogprobs():
+                return order.take(message)
+            case Token0():
+                self._placer.prefilled(booking)
+                self._line.pump()
+                return order.take(message)
+            case NodeLost(party) if order.started and party == booking.placement.prefill:
+                return ()  # the decode node knows whether it has all it needs, and says so if not
+            case NodeLost(party) if not booking.num_choices and party == booking.placement.decode:
+                return ()  # it has no part in this
+            case _:
+                raise _failure(message)
 
 
 class _Job:
@@ -239,7 +264,7 @@ class _Job:
             demand = Demand(prompt_len, prompt_len, num_choices=0)
         else:
             demand = Demand(prompt_len, prompt_len + sampling.max_tokens - 1, sampling.num_choices)
-        self.request_id = RequestId(uuid.uuid4().hex)
+        self.request_id = RequestId(secrets.token_hex(16))
         self.generation = generation
         self.endings = endings
         self.turn = turn

@@ -52,4 +52,6 @@ def moved(piece: Piece, num_chars: int) -> Piece:
     """The piece with its offsets counted from so many characters earlier: those of the prompt."""
     if not piece.entries or not num_chars:
         return piece
-    return replace(piece, entries=tuple(replace(entry, offset=entry.offset + num_chars) for entry in piece.entries))
+    return msgspec.structs.replace(
+        piece, entries=tuple(replace(entry, offset=entry.offset + num_chars) for entry in piece.entries)
+    )

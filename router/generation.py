@@ -5,9 +5,11 @@ Everything above this file speaks OpenAI's JSON and text; everything below it sp
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from cluster.request import FinishReason, SamplingParams, TokenLogprobs
 
@@ -26,8 +28,7 @@ class Generation:
     num_prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True):  # made in a tenth of a frozen dataclass's time, one a token
     """New tokens of one choice of a generation, in order; ``finish_reason`` is set on its last delta only.
 
     Choices are numbered from 0; the first deltas of a generation are token 0 of each choice, in order. Where nothing is
@@ -54,7 +55,7 @@ class Endings:
         self._new: list[int] = []
 
     def add(self, choice: int) -> None:
-        """Nothing more of ``choice`` will be read. To be said before the next delta is asked for."""
+        """Nothing more of ``choice`` will be read. To be said before the next deltas are asked for."""
         self._new.append(choice)
 
     def take(self) -> list[int]:
@@ -74,9 +75,12 @@ class Readiness:
 class Generator(Protocol):
     """What the HTTP front asks of the rest of the router."""
 
-    def generate(self, generation: Generation, endings: Endings | None = None) -> AsyncGenerator[TokenDelta, None]:
-        """Continue one prompt. No delta follows of a choice that the reader added to ``endings``.
+    def generate(
+        self, generation: Generation, endings: Endings | None = None
+    ) -> AsyncGenerator[Sequence[TokenDelta], None]:
+        """Continue one prompt. Deltas that are there at the same time come together, in order.
 
+        No later ones follow of a choice that the reader added to ``endings``.
         The iterator raises a :class:`~cluster.errors.BatonError` if the request fails. Closing it (``aclose``)
         or cancelling the task that reads it ends the request on every node that holds a part of it.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 RESEND_S = 1.0
 MAX_RESENDS = 30
+# Of one dispatch handed over at once: a reader that has fallen behind must not own the event loop while it catches up.
+MAX_TOGETHER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,43 @@ class Mailbox:
     key: RequestKey
     placement: Placement
     dead: set[Party] = field(default_factory=set)
-    _mail: asyncio.Queue[Mail] = field(default_factory=asyncio.Queue)
+    _mail: deque[Mail] = field(default_factory=deque)
+    _reader: asyncio.Future[bool] | None = None
 
     def put(self, mail: Mail) -> None:
         """Deliver."""
-        self._mail.put_nowait(mail)
+        self._mail.append(mail)
+        if self._reader is not None:
+            _settle(self._reader, True)
+            self._reader = None
 
     async def next(self, limit_s: float, late: str) -> Mail:
         """The next message. Raises :class:`DeadlineError` saying ``late`` after ``limit_s`` seconds."""
+        await self._some_mail(limit_s, late)
+        return self._mail.popleft()
+
+    async def next_together(self, limit_s: float, late: str) -> list[Mail]:
+        """As :meth:`next`, and with it what else has come by now, in order."""
+        await self._some_mail(limit_s, late)
+        if len(self._mail) > MAX_TOGETHER:
+            return [self._mail.popleft() for _ in range(MAX_TOGETHER)]
+        together = list(self._mail)
+        self._mail.clear()
+        return together
+
+    async def _some_mail(self, limit_s: float, late: str) -> None:
+        # asyncio.timeout would cost more than all else that is done for a token.
+        if self._mail:
+            return
+        loop = asyncio.get_running_loop()
+        self._reader = reader = loop.create_future()
+        timer = loop.call_later(limit_s, _settle, reader, False)
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._mail.get()
-        except TimeoutError:
-            raise DeadlineError(late) from None
+            if not await reader:
+                raise DeadlineError(late)
+        finally:
+            timer.cancel()
+            self._reader = None
 
 
 @dataclass(slots=True)
@@ -137,7 +164,11 @@ class Switchboard:
         match body:
             case Tokens(_step, items):
                 for item in items:
-                    self._put(item.key, sender, item)
+                    mailbox = self._open.get(item.key)
+                    if mailbox is not None and sender == mailbox.placement.decode:
+                        mailbox.put(item)
+                    else:
+                        self._put(item.key, sender, item)
             case Granted() | Refused() | PromptLogprobs() | Token0() | Failed():
                 self._put(body.key, sender, body)
             case Cancelled(key):
@@ -205,6 +236,11 @@ class Switchboard:
             self._channel.send(party, Cancel(key))
         except ChannelError as error:
             log.warning("%s: cannot cancel on %s: %s", key, party.id, error)
+
+
+def _settle(reader: asyncio.Future[bool], has_mail: bool) -> None:
+    if not reader.done():
+        reader.set_result(has_mail)
 
 
 def _may_send(mail: Said, placement: Placement) -> tuple[Party, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
+import secrets
 import time
-import uuid
 from dataclasses import dataclass
 from typing import Final
 
@@ -115,4 +115,4 @@ class FrontMiddleware:
 
 def _client_id(headers: Headers) -> str:
     offered = headers.get("x-request-id", "")
-    return offered if _CLIENT_ID.fullmatch(offered) else f"req-{uuid.uuid4().hex}"
+    return offered if _CLIENT_ID.fullmatch(offered) else f"req-{secrets.token_hex(16)}"

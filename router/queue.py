@@ -79,6 +79,10 @@ class WaitingLine:
         Raises :class:`OverloadedError` if the turn's patience ends, :class:`NoUsablePairError` if no pair that
         could serve the request is alive.
         """
+        if not self._line and not isinstance(outcome := self._decide(wanted), Busy):
+            if isinstance(outcome, Booking):
+                return outcome
+            raise outcome
         placed: asyncio.Future[Booking] = asyncio.get_running_loop().create_future()
         entry = (turn, wanted, placed)
         insort(self._line, entry, key=lambda waiting: waiting[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from cluster.errors import TransferError
 from cluster.request import SamplingParams, TokenLogprobs
@@ -36,55 +36,51 @@ class TokenOrder:
         """True once the nodes have ended every choice: there is nothing to cancel."""
         return self.over and not self.cut
 
-    def take(self, message: PromptLogprobs | Token0 | TokenItem) -> Iterator[TokenDelta]:
-        """The deltas that ``message`` allows, made as they are asked for: :meth:`drop` has effect between them.
+    def take(self, message: PromptLogprobs | Token0 | TokenItem) -> Sequence[TokenDelta]:
+        """The deltas that come with ``message``.
 
         The prompt's log-probabilities wait for token 0 of choice 0. Token 0 may come after tokens that follow it.
         Raises :class:`TransferError` for a token that is missing, comes twice or belongs to no choice.
         """
         match message:
+            case TokenItem():
+                return self.follow(message)
+            case Token0():
+                return self._start(message)
             case PromptLogprobs():
                 self._score(message)
-            case Token0():
-                yield from self._start(message)
-            case TokenItem() if self.started:
-                yield from self._follow(message)
-            case TokenItem():
-                self._early.append(message)
+        return ()
 
-    def drop(self, choice: int) -> None:
-        """The reader wants no more of this choice."""
-        if self._next_index.pop(choice, None) is not None:
-            self.cut = True
+    def drop(self, choice: int) -> bool:
+        """The reader wants no more of this choice. Whether that is news."""
+        news = self._next_index.pop(choice, None) is not None
+        self.cut = self.cut or news
+        return news
 
     def _score(self, message: PromptLogprobs) -> None:
         if self.started or message.start != len(self._prompt_logprobs) + 1:
             raise TransferError("the prompt's log-probabilities came out of order")
         self._prompt_logprobs.extend(message.logprobs)
 
-    def _start(self, token0: Token0) -> Iterator[TokenDelta]:
+    def _start(self, token0: Token0) -> list[TokenDelta]:
         numbers = [first.choice for first in token0.choices]
         asked = range(self._first, self._first + (0 if self._prefill_only else self._num_choices))
         if self.started or numbers != list(asked):
             raise TransferError("the prefill node sent other first tokens than were asked for")
         self.started = True
         if self._prefill_only:
-            yield from self._scored(token0.cached_tokens)
-            return
-        self._next_index = dict.fromkeys(range(self._num_choices), 1)
-        for choice, first in enumerate(token0.choices):
-            if first.finish_reason is not None:
-                del self._next_index[choice]
-            yield self._first_delta(choice, first, token0.cached_tokens)
+            return self._scored(token0.cached_tokens)
+        self._next_index = {choice: 1 for choice, first in enumerate(token0.choices) if first.finish_reason is None}
+        deltas = [self._first_delta(choice, first, token0.cached_tokens) for choice, first in enumerate(token0.choices)]
         early, self._early = self._early, []
         for item in early:
-            yield from self._follow(item)
+            deltas += self.follow(item)
+        return deltas
 
-    def _scored(self, cached_tokens: int) -> Iterator[TokenDelta]:
+    def _scored(self, cached_tokens: int) -> list[TokenDelta]:
         """The prompt is computed: the end of every choice, of which no token was asked for."""
-        yield TokenDelta((), "length", cached_tokens, prompt_logprobs=tuple(self._prompt_logprobs))
-        for choice in range(1, self._num_choices):
-            yield TokenDelta((), "length", choice=choice)
+        first = TokenDelta((), "length", cached_tokens, prompt_logprobs=tuple(self._prompt_logprobs))
+        return [first, *(TokenDelta((), "length", choice=choice) for choice in range(1, self._num_choices))]
 
     def _first_delta(self, choice: int, first: FirstToken, cached_tokens: int) -> TokenDelta:
         logprobs = () if first.logprobs is None else (first.logprobs,)
@@ -93,17 +89,21 @@ class TokenOrder:
         scores = tuple(self._prompt_logprobs)
         return TokenDelta((first.token_id,), first.finish_reason, cached_tokens, logprobs, choice, scores)
 
-    def _follow(self, item: TokenItem) -> Iterator[TokenDelta]:
+    def follow(self, item: TokenItem) -> Sequence[TokenDelta]:
+        """:meth:`take` for most messages."""
+        if not self.started:
+            self._early.append(item)
+            return ()
         choice = item.choice - self._first
         if not 0 <= choice < self._num_choices:
             raise TransferError("the decode node sent tokens of a choice that was not asked for")
         expected = self._next_index.get(choice)
         if expected is None:
-            return  # it has ended here, and the decode node did not know yet
+            return ()  # it has ended here, and the decode node did not know yet
         if item.index != expected:
             raise TransferError("tokens were lost between the decode node and the router")
         if item.finish_reason is None:
             self._next_index[choice] = expected + len(item.token_ids)
         else:
             del self._next_index[choice]
-        yield TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs, choice=choice)
+        return (TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs, choice=choice),)

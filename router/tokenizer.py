@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,18 @@ _CONTEXT_TOKENS: Final = 6
 _CHARS_A_TOKEN: Final = 64
 # Vocabularies of sentencepiece: a byte that no token covers, and U+2581 for a space.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class _Table(dict[int, bytes]):
+    """Bytes by token id, each computed when it is first asked for."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._compute(token_id)
+        return found
 
 
 class Tokenizer:
@@ -46,8 +58,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._token_bytes: dict[int, bytes] = {}
-        self._shown_bytes: dict[int, bytes] = {}
+        self._token_bytes = _Table(self._compute_bytes)
+        self._shown_bytes = _Table(
+            lambda token_id: b"" if token_id in self._special_ids else self.token_bytes(token_id)
+        )
         # Of a byte-level vocabulary a token stands for as many bytes as it has characters. A normalizer may
         # shorten text, so that no size is certainly too large.
         longest = [*map(len, backend.get_vocab()), *(len(token.content.encode()) for token in added.values())]
@@ -113,9 +127,9 @@ class Tokenizer:
         kept = self._special_ids & {self._backend.token_to_id(marker) for marker in markers}
         if self._is_byte_level:
             if show_special or not kept:
-                return ByteDetokenizer(self.token_bytes if show_special else self._bytes_shown)
+                return ByteDetokenizer((self._token_bytes if show_special else self._shown_bytes).__getitem__)
             return ByteDetokenizer(
-                lambda token_id: (self.token_bytes if token_id in kept else self._bytes_shown)(token_id)
+                lambda token_id: (self._token_bytes if token_id in kept else self._shown_bytes)[token_id]
             )
         decode, hidden = (
             (self._decode_all, frozenset[int]()) if show_special else (self.decode, self._special_ids - kept)
@@ -124,10 +138,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; those of its text for a special one, none for an unknown id."""
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            known = self._token_bytes[token_id] = self._compute_bytes(token_id)
-        return known
+        return self._token_bytes[token_id]
 
     def special_tokens(self) -> dict[str, str]:
         """The texts of ``bos_token``, ``eos_token`` and so on that the model's configuration names."""
@@ -184,13 +195,6 @@ class Tokenizer:
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids, show_special=True)
-
-    def _bytes_shown(self, token_id: int) -> bytes:
-        known = self._shown_bytes.get(token_id)
-        if known is None:
-            known = b"" if token_id in self._special_ids else self.token_bytes(token_id)
-            self._shown_bytes[token_id] = known
-        return known
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

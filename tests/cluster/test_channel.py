@@ -229,13 +229,12 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
 class _Full:
     """An inbox in which there is always one more, as under a flood."""
 
-    def __init__(self, frame: bytes) -> None:
-        self._frame = frame
+    def __init__(self, content: bytes) -> None:
+        self._content = content
 
-    def recv_multipart(self) -> asyncio.Future[list[bytes]]:
-        there: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        there.set_result([self._frame])
-        return there
+    def recv(self, _flags: int, *, copy: bool) -> zmq.Frame:
+        assert not copy
+        return zmq.Frame(self._content)
 
 
 async def _receive(channel: Channel, count: int) -> None:

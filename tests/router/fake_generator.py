@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Sequence
 from cluster.request import FinishReason
 from router.generation import Endings, Generation, Readiness, TokenDelta
 
-Step = TokenDelta | Exception | asyncio.Event
+Step = TokenDelta | Sequence[TokenDelta] | Exception | asyncio.Event
 
 
 class FakeGenerator:
-    """Each generation runs ``script``: deltas are yielded, exceptions raised, events awaited.
+    """Each generation runs ``script``: deltas are yielded (alone or together), exceptions raised, events awaited.
 
     Deltas of choices that the reader has ended are left out.
     ``script_of`` holds scripts for prompts that begin with a certain token. ``num_open`` counts generations
@@ -34,7 +34,7 @@ class FakeGenerator:
 
     async def generate(
         self, generation: Generation, endings: Endings | None = None
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> AsyncGenerator[Sequence[TokenDelta], None]:
         ended: set[int] = set()
         self.seen.append(generation)
         self.num_open += 1
@@ -45,8 +45,10 @@ class FakeGenerator:
                     raise step
                 if isinstance(step, asyncio.Event):
                     await step.wait()
-                elif step.choice not in ended:
-                    yield step
+                    continue
+                together = [step] if isinstance(step, TokenDelta) else step
+                if left := [delta for delta in together if delta.choice not in ended]:
+                    yield left
                     ended.update(endings.take() if endings is not None else ())
             self.num_finished += 1
         finally:

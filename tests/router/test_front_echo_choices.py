@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
 import pytest
 from front_harness import Front
+from msgspec.structs import replace
 from test_front import frames
 from test_front_logprobs import check_lists, ids_of, offsets, score, script
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from cluster.channel import Channel
@@ -14,7 +14,7 @@ from cluster.request import SamplingParams
 from cluster.wire import Party, Pong
 from router import registry as registry_module
 from router.dispatch import Dispatcher, DispatchSettings
-from router.generation import Generation
+from router.generation import Generation, TokenDelta
 from router.mailbox import Switchboard
 from router.naming import PromptNames
 from router.placement import Placer
@@ -115,8 +115,9 @@ class Rig:
 
     async def ask(self, prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 5) -> list[int]:
         """Everything one request gives; checks that nothing follows the finish."""
-        async with asyncio.timeout(LIMIT_S), aclosing(self.dispatcher.generate(generation(prompt, max_tokens))) as all_:
-            got = [delta async for delta in all_]
+        wanted = generation(prompt, max_tokens)
+        async with asyncio.timeout(LIMIT_S), aclosing(self.dispatcher.generate(wanted)) as batches:
+            got = [delta async for deltas in batches for delta in deltas]
         assert [delta.finish_reason for delta in got] == [None] * (len(got) - 1) + ["length"]
         return [token_id for delta in got for token_id in delta.token_ids]
 
@@ -127,6 +128,14 @@ class Rig:
         for entry in self.registry.all_nodes():
             assert (entry.own_requests, entry.own_tokens, entry.probing) == (0, 0, False), entry
         await eventually(lambda: all(not node.held for node in self.nodes if not node.deaf))
+
+
+async def one_by_one(batches: AsyncGenerator[Sequence[TokenDelta], None]) -> AsyncGenerator[TokenDelta, None]:
+    """The same deltas each alone, whatever came together; closes ``batches``."""
+    async with aclosing(batches):
+        async for deltas in batches:
+            for delta in deltas:
+                yield delta
 
 
 def generation(prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 5) -> Generation:

@@ -14,7 +14,7 @@ from cluster.wire import Cancel, Cancelled, Granted, Refused, Reserve, Submit
 from router import mailbox as mailbox_module
 from tests.cluster.redis_server import eventually
 from tests.router_dispatch.fake_nodes import FakeDecode, FakePrefill
-from tests.router_dispatch.rig import Rig, answer, generation, running_rig
+from tests.router_dispatch.rig import Rig, answer, generation, one_by_one, running_rig
 
 Asking = asyncio.Task[list[int]]
 Phase = Callable[[Rig, FakePrefill, FakeDecode], Awaitable[Asking]]
@@ -60,7 +60,7 @@ async def test_a_client_that_leaves_before_token_0(phase: Phase) -> None:
 async def test_a_generator_closed_between_tokens(num_tokens: int) -> None:
     async with running_rig() as (rig, (prefill,), (decode,)):
         decode.stop_after = 3
-        async with aclosing(rig.dispatcher.generate(generation(max_tokens=9))) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=9)))) as deltas:
             for _ in range(num_tokens):
                 await anext(deltas)
         assert len(rig.switchboard) == 1, "remembered until both have confirmed"
@@ -71,7 +71,7 @@ async def test_a_generator_closed_between_tokens(num_tokens: int) -> None:
 
 async def test_a_generator_closed_after_its_finish_cancels_nothing() -> None:
     async with running_rig() as (rig, (prefill,), (decode,)):
-        async with aclosing(rig.dispatcher.generate(generation(max_tokens=2))) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=2)))) as deltas:
             await anext(deltas)
             assert (await anext(deltas)).finish_reason == "length"
         await rig.settle()
@@ -136,7 +136,7 @@ async def test_a_dead_node_is_not_waited_for() -> None:
     async with running_rig(num_prefill=2) as (rig, (first, second), (decode,)):
         decode.stop_after = 1
         for prefill in (first, second):
-            async with aclosing(rig.dispatcher.generate(generation())) as deltas:
+            async with aclosing(one_by_one(rig.dispatcher.generate(generation()))) as deltas:
                 await anext(deltas)
                 await anext(deltas)
                 if prefill is first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from contextlib import aclosing
 
 import pytest
@@ -16,7 +17,7 @@ from cluster.errors import (
     WorkerLostError,
 )
 from cluster.prefix_hash import block_hashes
-from cluster.request import RequestKey
+from cluster.request import FinishReason, RequestKey
 from cluster.wire import (
     Cancel,
     Commit,
@@ -33,7 +34,7 @@ from cluster.wire import (
 from router.dispatch import DispatchSettings
 from tests.cluster.redis_server import eventually
 from tests.router_dispatch.fake_nodes import FakeNode, token
-from tests.router_dispatch.rig import Rig, answer, generation, running_rig, silent
+from tests.router_dispatch.rig import Rig, answer, generation, one_by_one, running_rig, silent
 
 SHORT = DispatchSettings(reserve_timeout_s=0.05, token0_timeout_s=0.1, token_timeout_s=0.1)
 
@@ -81,7 +82,7 @@ async def test_a_decode_token_before_token_0_waits_for_it() -> None:
         asking = asyncio.create_task(rig.ask(max_tokens=2))
         await eventually(lambda: prefill.count(Submit))
         key = next(message.key for message in prefill.got if isinstance(message, Submit))
-        await eventually(lambda: rig.switchboard._open[key]._mail.empty() and prefill.count(Submit))
+        await eventually(lambda: rig.switchboard._open[key]._mail == deque() and prefill.count(Submit))
         prefill.send(rig.channel.party, Token0(key, (FirstToken(0, token((1, 2, 3), 0), None),), 0, 0.0, 0.0))
         assert await asking == answer(max_tokens=2)
 
@@ -141,10 +142,33 @@ async def test_a_gap_in_the_tokens_is_an_error() -> None:
     async with running_rig() as (rig, _prefills, (decode,)):
         decode.skip_token = 3
         got = []
-        async with aclosing(rig.dispatcher.generate(generation(max_tokens=9))) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=9)))) as deltas:
             with pytest.raises(TransferError):
                 await _read_into(got, deltas)
         assert got == answer(max_tokens=3)
+
+
+@pytest.mark.parametrize("finish", [None, "length"])
+async def test_what_came_before_a_failure_counts_and_what_follows_the_finish_does_not(
+    finish: FinishReason | None,
+) -> None:
+    async with running_rig() as (rig, _prefills, (decode,)):
+        decode.stop_after = 0
+        got: list[int] = []
+        async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=3)))) as deltas:
+            got.extend((await anext(deltas)).token_ids)
+            (mailbox,) = rig.switchboard._open.values()
+            for mail in (TokenItem(mailbox.key, 1, (7,), None), TokenItem(mailbox.key, 2, (8,), finish)):
+                mailbox.put(mail)
+            mailbox.put(Failed(mailbox.key, "transfer_failed", "x"))
+            if finish is None:
+                with pytest.raises(TransferError):
+                    await _read_into(got, deltas)
+            else:
+                await _read_into(got, deltas)
+                await eventually(lambda: decode.count(Commit) == 1)
+                decode._forget(mailbox.key)
+        assert got == [*answer(max_tokens=1), 7, 8]
 
 
 async def test_messages_from_nodes_without_a_part_are_not_taken() -> None:

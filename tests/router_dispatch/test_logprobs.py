@@ -23,7 +23,7 @@ from cluster.wire import (
 )
 from router.generation import Generation, TokenDelta
 from tests.cluster.redis_server import eventually
-from tests.router_dispatch.rig import running_rig
+from tests.router_dispatch.rig import one_by_one, running_rig
 
 
 def logprobs_of(token_id: int) -> TokenLogprobs:
@@ -45,7 +45,7 @@ async def test_logprobs_arrive_once_and_in_order() -> None:
             return [Token0(submit.key, (FirstToken(0, 10, None, logprobs_of(10)),), 7, 0.0, 0.0)]
 
         prefill.on_submit = answer
-        async with aclosing(rig.dispatcher.generate(Generation((1, 2, 3), sampling))) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(Generation((1, 2, 3), sampling)))) as deltas:
             got = [delta async for delta in deltas]
         assert [message.sampling for message in decode.got if isinstance(message, Reserve)] == [sampling]
         assert decode.count(Commit) == 0
@@ -76,7 +76,7 @@ async def test_prompt_logprobs_come_with_token_0() -> None:
             return scored(submit, (1, 2), (3, 1))
 
         prefill.on_submit = answer
-        async with aclosing(rig.dispatcher.generate(asked)) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(asked))) as deltas:
             got = [delta async for delta in deltas]
     scores = tuple(logprobs_of(place) for place in (1, 2, 3))
     assert got == [TokenDelta((10,), "length", 0, (logprobs_of(10),), prompt_logprobs=scores)]
@@ -104,7 +104,7 @@ async def test_scoring_alone_needs_no_decode_node(lost: bool) -> None:
 
         prefill.on_submit = answer
         waiting.cancel()
-        async with aclosing(rig.dispatcher.generate(asked)) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(asked))) as deltas:
             got = [delta async for delta in deltas]
         assert decode.count(Reserve) == decode.count(Commit) == 0
     scores = tuple(logprobs_of(place) for place in (1, 2, 3))

@@ -12,7 +12,7 @@ from cluster.wire import Cancel, Commit, Pong, Refused, Reserve, Submit, TokenIt
 from router import mailbox as mailbox_module
 from tests.cluster.redis_server import eventually
 from tests.router_dispatch.fake_nodes import FakeDecode, FakeNode, token
-from tests.router_dispatch.rig import answer, generation, running_rig, silent
+from tests.router_dispatch.rig import answer, generation, one_by_one, running_rig, silent
 
 
 @pytest.mark.parametrize("end", ["suspect", "bury"])
@@ -53,7 +53,7 @@ async def test_a_decode_node_lost_between_tokens_is_an_error_and_no_retry() -> N
     async with running_rig(num_decode=2) as (rig, _prefills, (decode, other)):
         decode.stop_after = 2
         got = []
-        async with aclosing(rig.dispatcher.generate(generation(max_tokens=9))) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=9)))) as deltas:
             for _ in range(3):
                 got.extend((await anext(deltas)).token_ids)
             rig.suspect(decode)
@@ -71,7 +71,7 @@ async def test_a_prefill_node_lost_after_token_0_is_not_missed(num_tokens: int) 
     """From then on the decode node knows whether it has everything, and says so if not."""
     async with running_rig() as (rig, (prefill,), (decode,)):
         decode.stop_after = num_tokens - 1
-        async with aclosing(rig.dispatcher.generate(generation(max_tokens=4))) as deltas:
+        async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=4)))) as deltas:
             got = [token_id for _ in range(num_tokens) for token_id in (await anext(deltas)).token_ids]
             (key,) = decode.granted
             await eventually(lambda: decode.count(Commit))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class OneProcess:
 
     async def generate(
         self, generation: Generation, endings: Endings | None = None
-    ) -> AsyncGenerator[TokenDelta, None]:
+    ) -> AsyncGenerator[Sequence[TokenDelta], None]:
         """Token 0 of every choice, then choice after choice."""
         cached = self._cached_tokens(generation)
         scores: list[TokenLogprobs] = []
@@ -51,11 +51,11 @@ class OneProcess:
             self._execute(generation, None, [], scores)
             for choice in range(generation.sampling.num_choices):
                 first = choice == 0
-                yield TokenDelta((), "length", cached if first else None, (), choice, tuple(scores) if first else ())
+                yield [TokenDelta((), "length", cached if first else None, (), choice, tuple(scores) if first else ())]
             return
         first_tokens = [self._continue(generation, sampling, [], scores) for sampling in generation.sampling.choices()]
         for choice, (token, sampling) in enumerate(zip(first_tokens, generation.sampling.choices(), strict=True)):
-            yield TokenDelta(
+            delta = TokenDelta(
                 (token.token_id,),
                 finish_reason(sampling, token.token_id, 1),
                 cached if choice == 0 else None,
@@ -63,6 +63,7 @@ class OneProcess:
                 choice,
                 tuple(scores) if choice == 0 else (),
             )
+            yield [delta]
         dropped = set(endings.take()) if endings is not None else set()
         for choice, sampling in enumerate(generation.sampling.choices()):
             output = [first_tokens[choice].token_id]
@@ -71,7 +72,7 @@ class OneProcess:
                 output.append(token.token_id)
                 logprobs = () if token.logprobs is None else (token.logprobs,)
                 finish = finish_reason(sampling, token.token_id, len(output))
-                yield TokenDelta((token.token_id,), finish, None, logprobs, choice)
+                yield [TokenDelta((token.token_id,), finish, None, logprobs, choice)]
                 dropped |= set(endings.take()) if endings is not None else set()
 
     def ready(self) -> Readiness:
