@@ -15,8 +15,8 @@ from tests.cluster.redis_server import eventually
 
 
 def test_frames_without_http() -> None:
-    raw = b"HTTP/1.1 200 OK\r\nx: y\r\n\r\n9\r\ndata: a\n\n\r\n1c\r\ndata: b\n\ndata: [DONE]\n\n\n\n\n\n\r\n0\r\n\r\n"
-    assert frames_of(raw)[:3] == [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]
+    raw = b"HTTP/1.1 200 OK\r\nx: y\r\n\r\n9\r\ndata: a\n\n\r\n17\r\ndata: b\n\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    assert frames_of(raw) == [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]
 
 
 async def test_a_frame_is_timed_when_it_comes_and_a_broken_answer_is_an_error() -> None:
