@@ -21,7 +21,7 @@ from bench.node_start import ROOT, redis_server
 from bench.router_client import NUM_TOKENS, Connection, Rate, Seen, Server, frames_of, request_bytes, throughput
 from bench.router_direct import Direct
 from bench.router_nodes import Stamps
-from bench.router_peers import programs, running
+from bench.router_peers import REQUEST, programs, running
 from cluster.config import ENV_REDIS_URL, ENV_SECRET
 from cluster.model_store import resolve_model
 
@@ -52,10 +52,10 @@ async def bench(args: argparse.Namespace, report: Report, folder: Path, url: str
             frames_file = folder / "frames"
             frames_file.write_bytes(frames)
             async with _bare(frames_file, cpus[0]) as bare:
-                await _throughput(router, bare, args.runs, report)
+                await _throughput(router, bare, request_bytes(), args.runs, report)
     for program in args.peers:
         async with _bare(frames_file, cpus[-1]) as worker, running(program, worker.port, cpus[0]) as peer:
-            await _throughput(peer, None, args.runs, report)
+            await _throughput(peer, None, REQUEST, args.runs, report)
 
 
 async def _latency(url: str, port: int, stamps: Stamps, runs: int, report: Report) -> None:
@@ -91,13 +91,13 @@ async def _medians(ask: Callable[[], Awaitable[Seen]], stamps: Stamps) -> _Media
     return _Medians(statistics.median(firsts), statistics.median(tokens))
 
 
-async def _throughput(server: Server, limit: Server | None, runs: int, report: Report) -> None:
+async def _throughput(server: Server, limit: Server | None, request: bytes, runs: int, report: Report) -> None:
     """Answers and tokens a second, and answers a second of processor time; of the limit too, in turns."""
     rates, limits = list[Rate](), list[Rate]()
     for _ in range(runs):
-        rates.append(await throughput(server, request_bytes(), CONCURRENCY, THROUGHPUT_S))
+        rates.append(await throughput(server, request, CONCURRENCY, THROUGHPUT_S))
         if limit is not None:
-            limits.append(await throughput(limit, request_bytes(), CONCURRENCY, THROUGHPUT_S))
+            limits.append(await throughput(limit, request, CONCURRENCY, THROUGHPUT_S))
     found, bounds = _rows(rates), _rows(limits) if limits else {}
     for name, value in found.items():
         report.add(f"{server.name}_{name}", value, "1/s", bounds.get(name), runs)

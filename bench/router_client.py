@@ -29,15 +29,12 @@ class Seen:
         return self.frames_s[0] - self.asked_s
 
 
-def request_bytes(path: str = "/v1/completions") -> bytes:
+def request_bytes(prompt: str | list[int] = PROMPT) -> bytes:
     """A streamed completion of :data:`NUM_TOKENS` tokens."""
-    body = json.dumps(
-        {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
-    )
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return (head + body).encode()
+    options = {"max_tokens": NUM_TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"prompt": prompt, **options})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}content-type: application/json\r\n\r\n{body}".encode()
 
 
 class Connection(asyncio.Protocol):

@@ -13,6 +13,8 @@ from pathlib import Path
 from bench.router_client import Connection, Server, request_bytes
 
 START_S = 60.0
+# They take no token ids.
+REQUEST = request_bytes(" and" * 32)
 # What comes before the options that both take.
 _SUBCOMMANDS = {"vllm-router": (), "sglang-router": ("launch",)}
 
@@ -56,7 +58,7 @@ async def _answers(port: int) -> bool:
     except OSError:
         return False
     try:
-        await connection.ask(request_bytes())
+        await connection.ask(REQUEST)
     except RuntimeError:
         return False
     finally:

@@ -157,6 +157,7 @@ async def test_what_came_before_a_failure_counts_and_what_follows_the_finish_doe
         got: list[int] = []
         async with aclosing(one_by_one(rig.dispatcher.generate(generation(max_tokens=3)))) as deltas:
             got.extend((await anext(deltas)).token_ids)
+            await eventually(lambda: decode.count(Commit))
             (mailbox,) = rig.switchboard._open.values()
             for mail in (TokenItem(mailbox.key, 1, (7,), None), TokenItem(mailbox.key, 2, (8,), finish)):
                 mailbox.put(mail)
