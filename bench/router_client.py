@@ -29,10 +29,10 @@ class Seen:
         return self.frames_s[0] - self.asked_s
 
 
-def request_bytes(prompt: str | list[int] = PROMPT) -> bytes:
+def request_bytes(prompt: str | list[int] = PROMPT, **more: str) -> bytes:
     """A streamed completion of :data:`NUM_TOKENS` tokens."""
     options = {"max_tokens": NUM_TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
-    body = json.dumps({"prompt": prompt, **options})
+    body = json.dumps({"prompt": prompt, **options, **more})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
     return f"{head}content-type: application/json\r\n\r\n{body}".encode()
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from bench.router_client import Connection, Server, request_bytes
 
 START_S = 60.0
-# They take no token ids.
-REQUEST = request_bytes(" and" * 32)
+# They take no token ids, and want a name.
+REQUEST = request_bytes(" and" * 32, model="bench")
 # What comes before the options that both take.
 _SUBCOMMANDS = {"vllm-router": (), "sglang-router": ("launch",)}
 
