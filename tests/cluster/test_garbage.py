@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 
 import pytest
 
-from cluster.garbage import permanent_objects
+from cluster.garbage import permanent_objects, return_freed_memory
 
 
 def test_what_is_made_inside_is_never_looked_at_again() -> None:
@@ -23,3 +25,18 @@ def test_a_failed_import_leaves_the_collector_on() -> None:
         raise ImportError
     assert gc.isenabled()
     gc.unfreeze()
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Two thousand small pieces, below what the allocator maps by itself; one that stays keeps the heap's end."""
+    freed = [bytearray(60_000) for _ in range(2000)]
+    kept = bytearray(60_000)
+    del freed
+    before = _resident_bytes()
+    return_freed_memory()
+    assert before - _resident_bytes() > 50 << 20
+    assert len(kept) == 60_000
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
