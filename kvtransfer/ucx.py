@@ -227,10 +227,6 @@ class Worker:
     def progress(self) -> None:
         self.raw.progress()
 
-    def progress_once(self) -> bool:
-        """One step of it. Whether there was something to do."""
-        return bool(self.raw.progress_once())
-
     def arm(self) -> bool:
         """False if there is work already."""
         return bool(self.raw.arm())

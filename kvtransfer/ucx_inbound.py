@@ -70,11 +70,6 @@ class Intake:
     def needs_fence(self) -> bool:
         return bool(self._doubtful)
 
-    @property
-    def busy(self) -> bool:
-        """Blocks are landing."""
-        return bool(self._landing)
-
     def turn(self) -> None:
         """Progress, decide on what arrived, report what landed; again while blocks land one right after the other."""
         for _ in range(_ROUNDS):

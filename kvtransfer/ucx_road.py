@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import selectors
 import socket
 import threading
@@ -18,7 +17,7 @@ from kvtransfer.host import is_loopback
 from kvtransfer.road import Road, RoadContext
 from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
-from kvtransfer.ucx import Context, UcxError, Worker
+from kvtransfer.ucx import Context, UcxError
 from kvtransfer.ucx_inbound import Intake
 from kvtransfer.ucx_sender import Sender
 from kvtransfer.ucx_wire import open_address, worker_name
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 _FLUSH_S: Final = 5.0
 # While a retired worker or a failed endpoint waits for its end, somebody must look.
 _LOOK_S: Final = 0.02
-# While blocks move, the next event of UCX is nearer than a sleep and a wake-up (20 µs, of which TCP has one a segment).
-_SPIN_S: Final = 0.0001
 
 
 class UcxRoad(Road):
@@ -54,7 +51,6 @@ class UcxRoad(Road):
         self._lock = threading.Lock()
         self._ended = False
         self._stop_at: float | None = None
-        self._lively_until = 0.0
         self._selector = selectors.DefaultSelector()
         for fd in (self._wake_read.fileno(), self._sender.worker.fd, self._intake.worker.fd):
             self._selector.register(fd, selectors.EVENT_READ)
@@ -134,8 +130,6 @@ class UcxRoad(Road):
     def _sleep(self) -> None:
         workers = [sender.worker for sender in (self._sender, *self._old_senders)]
         workers += [intake.worker for intake in (self._intake, *self._retired)]
-        if self._spin(workers):
-            return
         if not all(worker.arm() for worker in workers):
             return
         waiting = self._retired or self._old_senders or self._sender.is_closing or self._stop_at is not None
@@ -144,22 +138,6 @@ class UcxRoad(Road):
             if key.fd == self._wake_read.fileno():
                 with contextlib.suppress(BlockingIOError):
                     self._wake_read.recv(4096)
-
-    def _spin(self, workers: list[Worker]) -> bool:
-        """Look for news for a moment, if blocks are moving. Whether there are some.
-
-        The core is free in between for whoever wants it, as this node's own forward thread may.
-        """
-        now = time.perf_counter()
-        senders, intakes = (self._sender, *self._old_senders), (self._intake, *self._retired)
-        if any(sender.busy for sender in senders) or any(intake.busy for intake in intakes):
-            self._lively_until = now + _SPIN_S
-        while now < self._lively_until:
-            if self._commands or any(worker.progress_once() for worker in workers):
-                return True
-            os.sched_yield()
-            now = time.perf_counter()
-        return False
 
     def _retire(self) -> None:
         old = self._intake
