@@ -20,6 +20,8 @@ _INLINE_CHARS: Final = 8 << 10
 _INLINE_TOKENS: Final = 4 << 10
 _CONTEXT_TOKENS: Final = 6
 _CHARS_A_TOKEN: Final = 64
+# What a template writes around a message, and then some.
+_CHARS_A_MESSAGE: Final = 64
 # Vocabularies of sentencepiece: a byte that no token covers, and U+2581 for a space.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -108,6 +110,8 @@ class Tokenizer:
         Raises :class:`InvalidRequestError` if the model has no chat template or it refuses the messages. ``keep`` and
         :class:`ContextLengthError` as in :meth:`encode_prompt`.
         """
+        if not tools and _is_short(messages):
+            return self._encode_chat(messages, max_tokens, tools, keep)
         return await asyncio.to_thread(self._encode_chat, messages, max_tokens, tools, keep)
 
     def decode(self, token_ids: Sequence[int], *, show_special: bool = False) -> str:
@@ -217,3 +221,14 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR: Final = _byte_alphabet()
+
+
+def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
+    """True if the way to a thread and back would take longer than to write and encode this conversation."""
+    size = 0
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str) or not message.keys() <= {"role", "content"}:
+            return False
+        size += len(content) + _CHARS_A_MESSAGE
+    return size <= _INLINE_CHARS

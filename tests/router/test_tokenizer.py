@@ -39,6 +39,32 @@ async def test_chats_as_transformers_writes_them(
     assert list(await tokenizer.encode_chat(messages, max_tokens=8192)) == expected
 
 
+@pytest.mark.parametrize(
+    ("more", "in_thread"),
+    [
+        ([], False),
+        ([{"role": "user", "content": "x " * 5000}], True),
+        ([{"role": "user", "content": "x"}] * 200, True),
+        ([{"role": "assistant", "content": "", "reasoning": "x " * 5000}], True),
+    ],
+    ids=["short", "long", "many", "something else"],
+)
+async def test_only_work_worth_a_thread_goes_to_one(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, more: list[dict[str, Any]], in_thread: bool
+) -> None:
+    handed_over = []
+
+    async def note(function: Any, *arguments: Any) -> Any:
+        handed_over.append(function)
+        return function(*arguments)
+
+    monkeypatch.setattr("asyncio.to_thread", note)
+    messages = [{"role": "user", "content": "Hello"}, *more]
+    token_ids = await tokenizer.encode_chat(messages, max_tokens=8192)
+    assert len(token_ids) > len(messages)
+    assert bool(handed_over) == in_thread
+
+
 @pytest.mark.parametrize("text", ["Hello", "  a  b\n\n", "東京 👩‍👩‍👧", "<|im_start|>user", "x" * 20_000])
 async def test_prompts_as_transformers_reads_them(tokenizer: Tokenizer, reference: Any, text: str) -> None:
     assert list(await tokenizer.encode_prompt(text, max_tokens=8192)) == reference(text)["input_ids"]
