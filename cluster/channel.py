@@ -198,11 +198,12 @@ async def _readable(socket: zmq.Socket[bytes]) -> None:
     """
     loop = asyncio.get_running_loop()
     changed: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(socket.fileno(), _set, changed)
+    descriptor = socket.fileno()
+    loop.add_reader(descriptor, _set, changed)
     try:
         await changed
     finally:
-        loop.remove_reader(socket.fileno())
+        loop.remove_reader(descriptor)
 
 
 def _set(future: asyncio.Future[None]) -> None:
