@@ -15,7 +15,17 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="tests/clients: fewer requests, for CI")
+    parser.addoption(
+        "--full", action="store_true", help="all combinations of the longest tests, not the part that CI has time for"
+    )
     parser.addoption("--cancels", type=int, default=500, help="requests cancelled in each case of test_cancels.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

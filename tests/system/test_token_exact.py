@@ -18,18 +18,22 @@ pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MAX_TOKENS = 8
 CLIENTS = 16
+# Longer ones only with --full where plain torch computes them: they took longer than all else of that deployment.
+SHORT_PROMPT = 130
 Check = Callable[..., AbstractContextManager[None]]
 
 # (prefill nodes, decode nodes, chunk budget, block size, transport, backend): each chunk size meets each block size
-# and each pool size, each transport both pool sizes; plain torch once with a chunk that no block size divides.
+# and each pool size, each transport both pool sizes; plain torch once with a chunk that no block size divides. Without
+# --full every value of each is there.
+FULL = pytest.mark.full
 SETTINGS = [
-    (1, 1, 13, 16, "ucx", "native"),
-    (1, 1, 48, 32, "ucx", "native"),
-    (1, 1, 512, 16, "tcp", "native"),
-    (2, 2, 13, 32, "tcp", "native"),
-    (2, 2, 48, 16, "ucx", "native"),
-    (2, 2, 512, 32, "ucx", "native"),
-    (1, 1, 48, 16, "tcp", "reference"),
+    pytest.param((1, 1, 13, 16, "ucx", "native")),
+    pytest.param((1, 1, 48, 32, "ucx", "native"), marks=FULL),
+    pytest.param((1, 1, 512, 16, "tcp", "native"), marks=FULL),
+    pytest.param((2, 2, 13, 32, "tcp", "native"), marks=FULL),
+    pytest.param((2, 2, 48, 16, "ucx", "native")),
+    pytest.param((2, 2, 512, 32, "ucx", "native")),
+    pytest.param((1, 1, 48, 16, "tcp", "reference")),
 ]
 
 
@@ -49,13 +53,19 @@ def stack(request: pytest.FixtureRequest, demo_model_dir: Path, expected: list[o
 
 
 def test_every_prompt_three_times_by_16_clients(
-    stack: Stack, prompts: list[list[int]], expected: list[list[int] | None], nothing_left: Check
+    stack: Stack,
+    prompts: list[list[int]],
+    expected: list[list[int] | None],
+    nothing_left: Check,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Cold, then twice with prefix hits. Near ties of the oracle are skipped by its rule and counted."""
     asyncio.run(_ask_all(stack, prompts[-CLIENTS:]))  # every pair has met: connections are open
     checked = [(p, ids) for p, ids in zip(prompts, expected, strict=True) if ids is not None]
     print(f"{len(prompts) - len(checked)} of {len(prompts)} prompts skipped as near ties")
     assert len(checked) >= 40
+    if _is_slow(request) and not request.config.getoption("--full"):
+        checked = [(prompt, ids) for prompt, ids in checked if len(prompt) <= SHORT_PROMPT]
     one_pair = len(stack.records()) == 2
     with nothing_left(stack, sockets=one_pair):
         for round_number in range(3):
@@ -67,6 +77,11 @@ def test_every_prompt_three_times_by_16_clients(
                 assert answer["usage"]["completion_tokens"] == len(ids)
     assert stack.total("prefill", "baton_prefix_cached_tokens_total") > 0
     assert stack.total("decode", "baton_prompt_blocks_shared_total") > 0
+
+
+def _is_slow(request: pytest.FixtureRequest) -> bool:
+    backend: str = request.node.callspec.params["stack"][-1]
+    return backend == "reference"
 
 
 async def _ask_all(stack: Stack, prompts: list[list[int]]) -> list[dict[str, Any]]:
