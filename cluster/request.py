@@ -53,9 +53,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose tokens, checked by the router before it is built. Every default is neutral and takes no bytes.
 
     ``max_tokens`` counts generated tokens including token 0; with 0 the prompt is computed (and scored) and nothing is
-    drawn, of any choice. ``seed`` is always set: the router draws one for an
-    unseeded request, so that a failover draws the same noise. ``choice`` tells the answers to one prompt apart:
-    ``num_choices`` of them are asked for at once, ``choice`` and those after it (:meth:`choices`).
+    drawn, of any choice. ``seed`` is always set: the router draws one for an unseeded request, so that a failover draws
+    the same noise. ``choice`` tells the answers to one prompt apart: ``num_choices`` of them are asked for at once,
+    ``choice`` and those after it (:meth:`choices`).
     ``stop_token_ids`` already holds the model's EOS ids unless the client asked to ignore them; stop strings are the
     router's business. Token ids outside the model's vocabulary are no tokens: options that name them do nothing.
 

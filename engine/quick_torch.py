@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Final
 
 # Shape functions of two thousand operators, for torch.compile, FakeTensor and the meta device: a node uses none, and
-# they are a fifth of `import torch`. Measured with torch 2.13.
+# they took a quarter of a node's imports. Measured with torch 2.13.
 _FOR_COMPILERS: Final = "torch._meta_registrations"
 
 
