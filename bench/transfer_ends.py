@@ -22,6 +22,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtransfer.pacing import unpace
+
 Buffer = npt.NDArray[np.uint8]
 
 DEADLINE_S: Final = 60.0
@@ -298,4 +300,5 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
         theirs, _ = listener.accept()
     for end in (ours, theirs):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        unpace(end)
     return ours, theirs

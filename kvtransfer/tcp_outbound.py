@@ -12,6 +12,7 @@ from typing import Final
 from kvtransfer import tcp_wire as wire
 from kvtransfer.connection import OutboundConnection
 from kvtransfer.events import PeerLost
+from kvtransfer.pacing import unpace
 from kvtransfer.road import RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.sends import Push, PushItem
@@ -66,6 +67,7 @@ class Outbound(OutboundConnection):
             if code:
                 raise OSError(code, os.strerror(code))
             self._connected = True
+            unpace(self.sock)
         with contextlib.suppress(BlockingIOError):
             self._read()
         if self._ready:

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from kvtransfer.events import PeerLost
+from kvtransfer.pacing import unpace_all
 from kvtransfer.road import RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.sends import Push, PushItem
@@ -50,6 +51,7 @@ class Link:
         self._posted: list[tuple[Request, Push, PushItem]] = []
         self._introducing: list[Request] = []
         self._blocks = Blocks(context.pool)
+        self._unpaced = False
         self.transports = self._endpoint.transports()
         refusal = context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
         if refusal is not None:
@@ -147,6 +149,9 @@ class Link:
         done = [entry for entry in self._posted if entry[0].done]
         if not done:
             return False
+        if not self._unpaced:  # by now every lane is connected
+            self._unpaced = True
+            unpace_all()
         self._posted = [entry for entry in self._posted if not entry[0].done]
         sent: dict[Push, list[int]] = {}
         for request, push, item in done:
