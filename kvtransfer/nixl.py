@@ -13,6 +13,7 @@ hold the GIL. (Measured, 64 blocks of 512 KiB over TCP: 1.9 GB/s polled, 0.9 wit
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +28,16 @@ from kvtransfer.routes import TransportKind
 
 Buffer = npt.NDArray[np.uint8]
 
+_CARDS: Final = "/sys/class/infiniband"
 _BACKEND: Final = "UCX"
 # What UCX may use if the operator demands a kind of transport: NIXL does not tell what it has chosen.
 _TLS: Final[dict[TransportKind, str]] = {"rdma": "ib,cuda_copy,gdr_copy", "shm": "posix,sysv", "tcp": "tcp"}
 # Over these a writer reaches into our memory by itself. Destroying our agent does not stop it, so they cannot be
 # fenced: a stopped sender that went on was seen to write into blocks that had been given to somebody else.
-_UNFENCED: Final = "^cma,xpmem,knem,cuda_ipc,rocm_ipc"
+_UNFENCED: Final = "cma,xpmem,knem,cuda_ipc,rocm_ipc"
+# Here each fragment of a write is answered into a short queue. While a peer hangs it is full, and UCX 1.21 crashes when
+# an agent is destroyed whose answers wait for room. Used only where shared memory is required.
+_QUEUED: Final = "posix,sysv"
 
 
 class NixlError(ConnectionError):
@@ -43,7 +48,10 @@ _api: Any = None
 
 
 def load(*, loopback_only: bool, required: TransportKind | None) -> Any:
-    """Import nixl, once. Raises `TransportUnavailableError` where it is missing, cannot load, or UCXX is loaded.
+    """Import nixl, once.
+
+    Raises `TransportUnavailableError` where it is missing, cannot load, or UCXX is loaded; and on a host without an
+    RDMA card, unless a kind of transport is ``required`` or the operator has set ``UCX_TLS``.
 
     ``loopback_only`` keeps UCX on ``lo``, ``required`` on that kind of transport, as far as the operator's environment
     says nothing else; if it says something else than ``required``, that is an error.
@@ -53,7 +61,12 @@ def load(*, loopback_only: bool, required: TransportKind | None) -> Any:
         vendor.choose("nixl")
         if loopback_only:
             vendor.set_default("UCX_NET_DEVICES", "lo")
-        allowed = _UNFENCED if required is None else _TLS[required]
+        if required is None and vendor.setting("UCX_TLS") is None and not os.path.isdir(_CARDS):
+            raise TransportUnavailableError(
+                "scheme nixl is for RDMA, and this host has no card: without one NIXL's UCX may end this process when a"
+                " sender dies in mid-transfer. Use ucx or tcp, or demand it with --require-transport tcp"
+            )
+        allowed = f"^{_UNFENCED},{_QUEUED}" if required is None else _TLS[required]
         in_force = vendor.set_default("UCX_TLS", allowed)
         if in_force != allowed and required is not None:
             raise TransportUnavailableError(f"{required} is required, but UCX_TLS={in_force} is set")

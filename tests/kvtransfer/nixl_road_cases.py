@@ -160,8 +160,8 @@ def test_an_idle_road_asks_for_no_attention(nodes, d):
 def test_it_says_what_it_is(nodes, d):
     p = nodes("nixl", "P", seed=1)
     carry(p, d)
-    assert p.plane.stats().routes == (Route(PeerId("D", 1), "sending", "nixl", "nixl"),)
-    assert d.plane.stats().routes == (Route(PeerId("P", 1), "receiving", "nixl", "nixl"),)
+    assert p.plane.stats().routes == (Route(PeerId("D", 1), "sending", "nixl", "tcp"),)
+    assert d.plane.stats().routes == (Route(PeerId("P", 1), "receiving", "nixl", "tcp"),)
 
 
 @settings(max_examples=200, deadline=None)

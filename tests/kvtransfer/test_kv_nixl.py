@@ -35,7 +35,7 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
 )
 def test_in_a_process_of_its_own(suite):
     options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", str(HERE / suite)]
-    done = run(RUN_TESTS, *options, **{ENV_SCHEME: "nixl"})
+    done = run(RUN_TESTS, *options, UCX_TLS="tcp", **{ENV_SCHEME: "nixl"})
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout
 
@@ -71,14 +71,16 @@ def refused(scheme, **options):
 
 @needs_nixl
 def test_ucxx_never_beside_it_and_the_process_ends_well():
-    done = run(OPEN + "open_one('nixl').close(); print(refused('ucx')); sys.exit(leave(7))", HOME="/nowhere")
+    done = run(
+        OPEN + "open_one('nixl', require='tcp').close(); print(refused('ucx')); sys.exit(leave(7))", HOME="/nowhere"
+    )
     assert done.returncode == 7, done.stderr
     assert "uses nixl_cu12 already" in done.stdout
     assert "'ucxx'" not in done.stdout
 
 
 def test_without_it_the_error_says_so():
-    code = OPEN + "sys.modules['nixl_cu12._bindings'] = None; print(refused('nixl')); sys.exit(leave(0))"
+    code = OPEN + "sys.modules['nixl_cu12._bindings'] = None; print(refused('nixl', require='tcp')); sys.exit(leave(0))"
     assert "needs the nixl-cu12 package" in run(code).stdout
 
 
@@ -88,6 +90,15 @@ def test_a_demand_is_put_to_its_ucx_and_an_operator_who_says_otherwise_is_told()
     assert "tcp ('nixl',)" in run(f"{OPEN}{code}; sys.exit(leave(0))").stdout
     done = run(OPEN + "print(refused('nixl', require='rdma')); sys.exit(leave(0))", UCX_TLS="tcp")
     assert "rdma is required, but UCX_TLS=tcp is set" in done.stdout
+
+
+@needs_nixl
+def test_a_host_without_a_card_is_told_what_that_means():
+    if os.path.isdir("/sys/class/infiniband"):
+        pytest.skip("this host may have it")
+    done = run(OPEN + "print(refused('nixl')); sys.exit(leave(0))")
+    assert "no card" in done.stdout
+    assert "--require-transport tcp" in done.stdout
 
 
 @needs_nixl
