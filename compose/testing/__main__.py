@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import signal
@@ -12,15 +13,22 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from testing.base_image import base_images
+from testing.base_image import base_images, fetch
 from testing.checks import CHECKS, serves_with_two_nodes_of_each_kind
-from testing.engine import engine
+from testing.engine import engine, install_engine
 from testing.shell import StepError, say
 from testing.stack import Stack, stack
 
 
 def main() -> int:
     """Exit status: 0 if every check passed."""
+    made = argparse.ArgumentParser(prog="compose/test-compose", description=__doc__)
+    made.add_argument(
+        "--fetch",
+        action="store_true",
+        help="only get what a later run needs where no engine runs: Docker, a Debian, the wheels; starts nothing",
+    )
+    only_fetch = made.parse_args().fetch
     for sign in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, _leave)
     started = time.monotonic()
@@ -29,6 +37,9 @@ def main() -> int:
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once would share names and folders
         try:
+            if only_fetch:
+                _fetch(cache)
+                return 0
             with ExitStack() as resources:
                 running = resources.enter_context(engine(cache))
                 services = resources.enter_context(stack(running, base_images(running, cache)))
@@ -39,6 +50,13 @@ def main() -> int:
     say(f"total: {time.monotonic() - started:.1f} s")
     say(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
+
+
+def _fetch(cache: Path) -> None:
+    if install_engine():
+        fetch(cache)
+    else:
+        say("   a Docker engine is running: what it has is known when it is used")
 
 
 def _check_all(services: Stack) -> tuple[int, int]:

@@ -64,6 +64,12 @@ def base_images(engine: Engine, cache: Path) -> BaseImages:
     )
 
 
+def fetch(cache: Path) -> None:
+    """Get into ``cache`` what :func:`base_images` takes from networks, should it have to make them."""
+    _debian_archive(cache)
+    _wheels(cache)
+
+
 def _available(engine: Engine, image: str) -> bool:
     if succeeds(["docker", "image", "inspect", image], timeout_s=20, env=engine.env):
         return True

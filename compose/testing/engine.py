@@ -46,11 +46,20 @@ def engine(cache: Path) -> Iterator[Engine]:
         say("   using the Docker engine that is running")
         yield Engine(host=None, compose=_compose(), private=False)
         return
-    wanted = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
-    install(sorted({package for tool, package in wanted.items() if not shutil.which(tool)}))
+    install_engine()
     compose = _compose()
     with _private_engine(cache) as host:
         yield Engine(host=host, compose=compose, private=True)
+
+
+def install_engine() -> bool:
+    """Install what a private engine takes; False if an engine is running. Raises :class:`StepError`."""
+    if succeeds(["docker", "info"], timeout_s=20):
+        return False
+    wanted = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
+    install(sorted({package for tool, package in wanted.items() if not shutil.which(tool)}))
+    _compose()
+    return True
 
 
 def install(packages: list[str]) -> None:
