@@ -27,6 +27,11 @@ logger = logging.getLogger(__name__)
 _FLUSH_S: Final = 5.0
 # While a retired worker or a failed endpoint waits for its end, somebody must look.
 _LOOK_S: Final = 0.02
+# While blocks are read from us one after the other we look by the clock: a sender that sleeps has to be woken by its
+# receiver for each of them. (Measured, 64 blocks of 512 KiB over shared memory, in turns: 11.9 GB/s, 11.1 without;
+# 125 ms of CPU a GB at both ends, 162 without.)
+_NAP_S: Final = 100e-6
+_MAX_IDLE_NAPS: Final = 20
 
 
 class UcxRoad(Road):
@@ -51,6 +56,8 @@ class UcxRoad(Road):
         self._lock = threading.Lock()
         self._ended = False
         self._stop_at: float | None = None
+        self._num_sent = 0
+        self._idle_naps = 0
         self._selector = selectors.DefaultSelector()
         for fd in (self._wake_read.fileno(), self._sender.worker.fd, self._intake.worker.fd):
             self._selector.register(fd, selectors.EVENT_READ)
@@ -128,6 +135,9 @@ class UcxRoad(Road):
             sender.destroy(None)
 
     def _sleep(self) -> None:
+        if self._may_nap():
+            time.sleep(_NAP_S)
+            return
         workers = [sender.worker for sender in (self._sender, *self._old_senders)]
         workers += [intake.worker for intake in (self._intake, *self._retired)]
         if not all(worker.arm() for worker in workers):
@@ -138,6 +148,14 @@ class UcxRoad(Road):
             if key.fd == self._wake_read.fileno():
                 with contextlib.suppress(BlockingIOError):
                     self._wake_read.recv(4096)
+
+    def _may_nap(self) -> bool:
+        """Whether the next block will have been read in a moment, as those before it were."""
+        busy, num_sent = self._sender.busy, self._context.sends.blocks_sent
+        if not busy or num_sent != self._num_sent:
+            self._num_sent, self._idle_naps = num_sent, 0
+        self._idle_naps += 1
+        return busy and self._idle_naps <= _MAX_IDLE_NAPS
 
     def _retire(self) -> None:
         old = self._intake
