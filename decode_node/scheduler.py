@@ -198,6 +198,8 @@ class DecodeState:
 
     def _on_commit(self, sender: Party, commit: Commit, now: float) -> None:
         intake = self._table.get(commit.key)
+        if intake is not None and intake.state in DECODING and sender == intake.prefill:
+            self._out.append(Send(sender, Acknowledged(intake.key)))  # the first one was lost
         if intake is None or intake.state not in (IntakeState.RESERVED, IntakeState.RECEIVING):
             return
         if (mismatch := intake.mismatch(sender, commit, self._settings.block_size)) is not None:

@@ -30,7 +30,7 @@ _LOOK_S: Final = 0.02
 # While blocks are read from us one after the other we look by the clock: a sender that sleeps has to be woken by its
 # receiver for each of them. (Measured, 64 blocks of 512 KiB over shared memory, in turns: 11.9 GB/s, 11.1 without;
 # 125 ms of CPU a GB at both ends, 162 without.)
-_NAP_S: Final = 100e-6
+_NAP_S: Final = 0.0001
 _MAX_IDLE_NAPS: Final = 20
 
 

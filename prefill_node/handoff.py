@@ -12,7 +12,7 @@ from enum import Enum
 
 from cluster.request import RequestKey, SamplingParams, TokenLogprobs, finish_reason
 from cluster.transitions import Life, TransitionTable
-from cluster.wire import Capsule, FirstToken, Party, PromptLogprobs, StartedChoice, Submit, Ticket, Token0
+from cluster.wire import Capsule, Commit, FirstToken, Party, PromptLogprobs, StartedChoice, Submit, Ticket, Token0
 from engine.history import TokenHistory
 from engine.instructions import Push
 from engine.remembered import TRANSFER_SILENCE_S
@@ -22,6 +22,8 @@ from kvtransfer.ticket import TransferTicket
 
 # 20 likeliest tokens each make about 1.3 MB of so many.
 MAX_LOGPROBS_A_MESSAGE = 4096
+# A Commit, or the Acknowledged it is answered by, may have been lost: it is said again until one arrives.
+COMMIT_AGAIN_S = 1.0
 
 
 class HandoffState(Enum):
@@ -96,6 +98,8 @@ class Handoff:
     blocks_sent: int = 0
     askers: list[Party] = field(default_factory=list)
     history: TokenHistory | None = None
+    commit: Commit | None = None
+    committed_s: float = 0.0
 
     @classmethod
     def queued(cls, router: Party, submit: Submit, transfer: TransferTicket | None, now: float) -> Handoff:
@@ -139,6 +143,13 @@ class Handoff:
         """True past the request's deadline, and if nothing moves any more though everything is computed."""
         silent = self.state is HandoffState.SENDING and now > self.progress_s + TRANSFER_SILENCE_S
         return silent or now > self.deadline_s
+
+    def take_commit(self, now: float) -> Commit | None:
+        """What the decode node must be told (again) by now."""
+        if self.state is not HandoffState.SENDING or now < self.committed_s + COMMIT_AGAIN_S:
+            return None
+        self.committed_s = now
+        return self.commit
 
     @property
     def num_remaining(self) -> int:

@@ -91,6 +91,8 @@ class PrefillState:
         for handoff in self._table:
             if handoff.is_late(now):
                 self._fail(handoff, DeadlineError("the request's deadline passed on the prefill node"), now)
+            elif handoff.decode is not None and (commit := handoff.take_commit(now)) is not None:
+                self._out.append(Send(handoff.decode, commit))
         silent = self._routers.take_silent(now)
         for handoff in self._table:
             if handoff.router in silent:
@@ -282,9 +284,10 @@ class PrefillState:
             self._leave(handoff, HandoffState.ENDED, now)
             return
         self._push_ready(handoff)
-        self._out.append(Send(decode, Commit(handoff.key, capsule)))
+        handoff.commit = Commit(handoff.key, capsule)
+        self._out.append(Send(decode, handoff.commit))
         handoff.life.move(HandoffState.SENDING, now)
-        handoff.progress_s = now
+        handoff.progress_s = handoff.committed_s = now
 
     # --- endings ---
 

@@ -50,7 +50,7 @@ class DispatchSettings:
 
     reserve_timeout_s: float = 5.0
     token0_timeout_s: float = 300.0
-    token_timeout_s: float = 60.0
+    token_timeout_s: float = 30.0
 
 
 class Dispatcher:

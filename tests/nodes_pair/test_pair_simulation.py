@@ -10,6 +10,7 @@ from fake_router import Job
 from world import World
 
 from cluster.request import SamplingParams
+from cluster.wire import Acknowledged, Commit, Message
 
 
 def random_request(rng: random.Random) -> tuple[tuple[int, ...], SamplingParams]:
@@ -105,6 +106,34 @@ def test_the_same_prompt_twice_at_once() -> None:
     assert [job.ending for job in jobs] == ["finished", "finished"]
     assert jobs[0].token_ids == jobs[1].token_ids
     world.drain(random.Random(3))
+
+
+@pytest.mark.parametrize("lost", [Commit, Acknowledged])
+def test_the_last_word_of_a_handoff_may_be_lost(lost: type[Message]) -> None:
+    world = World(num_prefill=1, num_decode=1, num_routers=1)
+    pair = (world.nodes["P0"].party, world.nodes["D0"].party)
+    job = world.routers[0].start((1, 2, 3, 4, 5), SamplingParams(max_tokens=4), pair, 60.0)
+    rng, num_lost = random.Random(4), 0
+    for _ in range(2_000):
+        if not (moves := world.moves()):
+            break
+        for queue in world.channels.values():
+            if queue and isinstance(queue[0], lost) and num_lost < 2:
+                queue.popleft()
+                num_lost += 1
+                break
+        else:
+            rng.choice(moves)()
+        if num_lost == 1 and lost is Acknowledged:
+            world.advance(1.0)  # said again while the decode node still decodes
+    for _ in range(3):
+        world.advance(1.0)
+        world.settle(rng)
+    assert num_lost
+    assert job.ending == "finished"
+    assert len(job.token_ids) == 4
+    world.drain(rng)
+    assert world.nodes["D0"].state.counters()["intakes_failed_total"] == 0
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 10))

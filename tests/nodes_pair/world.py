@@ -13,7 +13,7 @@ from fake_kv import POISON, FakePlane, Wire
 from fake_node import BLOCK_SIZE, Node
 from fake_router import Router
 
-from cluster.wire import Cancel, Commit, Message, Party, PeerDown, Ping, Submit
+from cluster.wire import Cancel, Message, Party, PeerDown, Ping, Submit
 from decode_node.intake import IntakeState
 from decode_node.scheduler import DecodeState
 from engine.audit import Held
@@ -80,16 +80,13 @@ class World:
     def losable(self) -> list[tuple[Party, Party]]:
         """Channels whose next message may get lost: between nodes, and from a router what a node can do without.
 
-        The loss of anything else, and of Commit behind its token 0, is noticed by the router's timers, which are not
-        simulated here.
+        The loss of anything else is noticed by the router's timers, which are not simulated here.
         """
         nodes = set(self.parties())
         return [
             pair
             for pair, queue in self.channels.items()
-            if queue
-            and not isinstance(queue[0], Commit)
-            and (nodes.issuperset(pair) or isinstance(queue[0], Submit | Cancel | PeerDown))
+            if queue and (nodes.issuperset(pair) or isinstance(queue[0], Submit | Cancel | PeerDown))
         ]
 
     # --- what can happen ---

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from prefill_bench import DECODE, PrefillBench, of_kind, sent_to
 
-from cluster.wire import Cancelled, Failed, Ping
+from cluster.wire import Acknowledged, Cancelled, Commit, Failed, Ping
 from engine.instructions import CancelPush, Instruction
 
 
 def wait(bench: PrefillBench, seconds: int) -> list[Instruction]:
+    """What happens meanwhile, except that Commit is said again."""
     out: list[Instruction] = []
     for _ in range(seconds):
         bench.message(Ping(0))
-        out += bench.tick(1.0)
+        out += [each for each in bench.tick(1.0) if not of_kind([each], Commit)]
     return out
+
+
+def test_commit_is_said_again_until_it_is_answered(bench: PrefillBench) -> None:
+    bench.submit(8)
+    (first,) = of_kind(bench.step(), Commit)
+    assert bench.tick(0.9) == []
+    assert sent_to(bench.tick(0.2), DECODE) == [first]
+    assert bench.tick(0.9) == []
+    assert sent_to(bench.tick(0.2), DECODE) == [first]
+    bench.message(Acknowledged(first.key), DECODE)
+    assert bench.tick(5.0) == []
+    bench.sent("r", 0, 1)
 
 
 def test_a_transfer_that_stands_still_is_given_up(bench: PrefillBench) -> None:
