@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from hashlib import blake2b
 from types import TracebackType
 
@@ -39,12 +40,17 @@ class ChannelError(Exception):
 
 
 class Channel:
-    """One process's end of the control plane. Owns its sockets and ZeroMQ context; use as ``async with``."""
+    """One process's end of the control plane. Owns its sockets and ZeroMQ context; use as ``async with``.
 
-    def __init__(self, config: ClusterConfig) -> None:
+    With ``background_io`` ZeroMQ's thread waits for the event loop's to rest instead of interrupting it for each
+    message that comes, where both share a CPU: a router's. Not for nodes: they compute on all CPUs, without rest.
+    """
+
+    def __init__(self, config: ClusterConfig, *, background_io: bool = False) -> None:
         if config.secret is None and not is_loopback(config.bind_host):
             raise ChannelError("a non-loopback bind needs the shared secret")
         self._config = config
+        self._background_io = background_io
         self._context: zmq.asyncio.Context | None = None
         # Not zmq.asyncio's: its futures cost as much for a message as all that is done with it.
         self._inbox: zmq.Socket[bytes] | None = None
@@ -65,6 +71,8 @@ class Channel:
 
     async def __aenter__(self) -> Channel:
         self._context = zmq.asyncio.Context()
+        if self._background_io and _may_use_batch_policy():
+            self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         try:
             self._inbox = self._bind(self._context)
         except zmq.ZMQError as error:
@@ -190,6 +198,18 @@ class Channel:
             socket.close(linger=0)
             raise
         return socket
+
+
+def _may_use_batch_policy() -> bool:
+    """Tried on this thread and taken back, because libzmq ends the process if the system refuses it a policy."""
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
+    try:
+        for policy in (os.SCHED_BATCH, os.SCHED_OTHER):
+            os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError:
+        return False
+    return True
 
 
 async def _readable(socket: zmq.Socket[bytes]) -> None:

@@ -81,7 +81,7 @@ async def serve(config: RouterConfig) -> int:
     tool_format = _tool_format(config, tokenizer)
     async with AsyncExitStack() as stack:
         try:
-            channel = await stack.enter_async_context(Channel(config.cluster))
+            channel = await stack.enter_async_context(Channel(config.cluster, background_io=True))
         except ChannelError as error:
             raise ConfigError(str(error)) from error
         plant = _Plant(config, channel)

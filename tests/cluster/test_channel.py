@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -240,3 +242,35 @@ class _Full:
 async def _receive(channel: Channel, count: int) -> None:
     for _ in range(count):
         await channel.receive()
+
+
+def _policies() -> list[int]:
+    """How each thread of this process is scheduled."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found.append(os.sched_getscheduler(int(task.name)))
+    return found
+
+
+async def test_background_io_changes_the_policy_of_its_own_threads_only() -> None:
+    others = _policies().count(os.SCHED_BATCH)
+    async with Channel(config("a")) as a, Channel(config("b"), background_io=True) as b:
+        assert _policies().count(os.SCHED_BATCH) > others
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+        a.send(b.party, Ping(1))
+        assert await next_sequence(b) == 1
+        b.send(a.party, Ping(2))
+        assert await next_sequence(a) == 2
+
+
+async def test_background_io_where_the_system_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    others = _policies().count(os.SCHED_BATCH)
+    async with Channel(config("a")) as a, Channel(config("b"), background_io=True) as b:
+        a.send(b.party, Ping(1))
+        assert await next_sequence(b) == 1
+        assert _policies().count(os.SCHED_BATCH) == others
