@@ -22,7 +22,8 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from cluster.config import ClusterConfig, is_loopback, url_host
-from cluster.wire import MAX_FRAME_BYTES, Envelope, Message, Party, WireError, decode, encode
+from cluster.envelope import MAX_FRAME_BYTES, Envelope, WireError, decode, encode
+from cluster.wire import Message, Party
 
 log = logging.getLogger(__name__)
 

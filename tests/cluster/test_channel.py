@@ -17,8 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 from cluster import channel as channel_module
 from cluster.channel import Channel, ChannelError, _curve_keys
 from cluster.config import ClusterConfig, new_epoch
+from cluster.envelope import MAX_FRAME_BYTES, Envelope, encode
 from cluster.request import RequestId, RequestKey
-from cluster.wire import MAX_FRAME_BYTES, Envelope, Failed, Party, Ping, encode
+from cluster.wire import Failed, Party, Ping
 from tests.cluster.redis_server import eventually
 
 SECRET = b"0123456789abcdef"
