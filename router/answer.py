@@ -81,7 +81,8 @@ class Answer(Response):
         calls = plan.rules.calls
         head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer, calls is not None)
         self._plan = plan
-        self._shows_text_only = plan.usage != "every" and not plan.return_token_ids
+        shows_more = plan.return_token_ids or bool(plan.prompt_texts) or plan.usage == "every"
+        self._streams_plain_text = plan.stream and not shows_more
         self._format = FORMATS[plan.endpoint](head)
         self._tokenizer = tokenizer
         self._generator = generator
@@ -171,19 +172,21 @@ class Answer(Response):
         index = run.indexes[deltas[0].choice]
         if index not in run.running:
             return b""  # a stop string has ended it just before
-        pieces, opening = self._generated(run.number, index, deltas), b""
+        plain = self._choices[index].feed_plain(deltas) if self._streams_plain_text else []
+        pieces = self._generated(run.number, index, deltas[len(plain) :]) if len(plain) < len(deltas) else []
+        opening = b""
         if not run.last_s:
             self._first_delta(self._plan.generations[run.number], deltas[0].cached_tokens, now_s - run.started_s)
             opening = await self._opening(run.number, run.indexes, deltas[0])
-        self._observe_gaps(run, index, len(pieces), now_s)
-        if pieces[-1].finish_reason is not None:
+        self._observe_gaps(run, index, len(plain) + len(pieces), now_s)
+        if pieces and pieces[-1].finish_reason is not None:
             run.running.remove(index)
-            if deltas[len(pieces) - 1].finish_reason is None:
+            if deltas[len(plain) + len(pieces) - 1].finish_reason is None:
                 run.endings.add(deltas[0].choice)
         if not self._plan.stream:
             self._pieces[index] += pieces
             return b""
-        return opening + await self._chunks(index, pieces)
+        return opening + self._format.text_chunks(index, plain) + await self._chunks(index, pieces)
 
     def _observe_gaps(self, run: _Run, index: int, num_together: int, now_s: float) -> None:
         last_s = run.last_s.get(index)
@@ -231,8 +234,8 @@ class Answer(Response):
         """The frames of a choice's next pieces."""
         held, frames = self._pieces[index], list[bytes]()
         for piece in pieces:
-            if self._shows_text_only and piece.is_text and not held:  # as most are
-                frames.append(self._format.text_chunk(index, piece.text))
+            if self._streams_plain_text and piece.is_text and not held:
+                frames.append(self._format.text_chunks(index, [piece.text]))
             else:
                 held.append(piece)
                 frames.append(await self._chunk(index))

@@ -230,7 +230,8 @@ class Dispatcher:
         try:
             for message in messages:
                 if isinstance(message, TokenItem):
-                    deltas += order.follow(message)
+                    if (delta := order.follow(message)) is not None:
+                        deltas.append(delta)
                 else:
                     deltas += self._deltas_of(message, booking, order)
                 if deltas and deltas[-1].finish_reason is not None and order.over:
