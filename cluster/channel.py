@@ -55,6 +55,8 @@ class Channel:
         self._context: zmq.asyncio.Context | None = None
         # Not zmq.asyncio's: its futures cost as much for a message as all that is done with it.
         self._inbox: zmq.Socket[bytes] | None = None
+        self._watched: int | None = None  # the inbox's descriptor, while the event loop looks at it
+        self._arrived: asyncio.Future[None] | None = None  # while somebody waits for a message
         # Least recently used first.
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._keys = _curve_keys(config.secret) if config.secret else None
@@ -110,7 +112,7 @@ class Channel:
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                await _readable(self._inbox)
+                await self._some_arrived(self._inbox)
                 continue
             try:
                 if frame.more:
@@ -149,7 +151,33 @@ class Channel:
             raise
         return inbox
 
+    async def _some_arrived(self, inbox: zmq.Socket[bytes]) -> None:
+        """Wait until something may have arrived. The inbox must just have said that nothing is there: its descriptor
+        tells of changes only.
+        """
+        loop = asyncio.get_running_loop()
+        if self._watched is None:
+            self._watched = inbox.fileno()
+            loop.add_reader(self._watched, self._wake)
+        self._arrived = loop.create_future()
+        try:
+            await self._arrived
+        finally:
+            self._arrived = None
+
+    def _wake(self) -> None:
+        if self._arrived is None:
+            self._look_away()  # nobody reads now, and until somebody does the loop would come here in each of its turns
+        elif not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def _look_away(self) -> None:
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            self._watched = None
+
     async def _close(self) -> None:
+        self._look_away()
         for peer in list(self._peers):
             self._peers.pop(peer).close(linger=LINGER_MS)
         if self._inbox is not None:
@@ -211,25 +239,6 @@ def _may_use_batch_policy() -> bool:
     except OSError:
         return False
     return True
-
-
-async def _readable(socket: zmq.Socket[bytes]) -> None:
-    """Wait until something may have arrived. The socket must just have said that nothing is there: its file descriptor
-    tells of changes only.
-    """
-    loop = asyncio.get_running_loop()
-    changed: asyncio.Future[None] = loop.create_future()
-    descriptor = socket.fileno()
-    loop.add_reader(descriptor, _set, changed)
-    try:
-        await changed
-    finally:
-        loop.remove_reader(descriptor)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class _OneKey:

@@ -229,6 +229,22 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
         assert turns >= rounds
 
 
+async def test_what_nobody_reads_yet_leaves_the_loop_at_rest() -> None:
+    async with Channel(config("a")) as a, Channel(config("b")) as b:
+        a.send(b.party, Ping(1))
+        assert await next_sequence(b) == 1
+        waiting = asyncio.create_task(b.receive())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert b._watched is not None
+        a.send(b.party, Ping(2))
+        await eventually(lambda: b._watched is None)
+        assert await next_sequence(b) == 2
+        a.send(b.party, Ping(3))
+        assert await next_sequence(b) == 3
+
+
 class _Full:
     """An inbox in which there is always one more, as under a flood."""
 
