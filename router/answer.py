@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, closing
@@ -25,6 +24,7 @@ from router.choice import Choice
 from router.completion import DONE_FRAME, FORMATS, Piece, ReplyHead, error_frame, joined
 from router.echo import echo_piece, moved, scores_piece
 from router.generation import Endings, Generation, Generator, TokenDelta
+from router.ids import new_id
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
 from router.patience import SendPatience
@@ -77,7 +77,7 @@ class Answer(Response):
         send_timeout_s: float,
     ) -> None:
         super().__init__()
-        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{secrets.token_hex(16)}"
+        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{new_id()}"
         calls = plan.rules.calls
         head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer, calls is not None)
         self._plan = plan
@@ -109,18 +109,15 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope[RECORD_KEY]
         async with asyncio.TaskGroup() as group:
-            reply = group.create_task(self._reply(scope, receive, send, record))
-            watcher = group.create_task(_cancel_on_disconnect(receive, reply, record))
-            await asyncio.wait([reply])
-            watcher.cancel()
-
-    async def _reply(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
-        try:
-            async with asyncio.timeout(None) as block:
-                with closing(SendPatience(self._send_timeout_s, block)) as self._patience:
-                    await self._run_or_fail(scope, receive, send, record)
-        except TimeoutError:
-            record.outcome = "slow_client"  # returning without an end of body breaks the connection
+            try:
+                async with asyncio.timeout(None) as block:
+                    watcher = group.create_task(_end_on_disconnect(receive, block, record))
+                    with closing(SendPatience(self._send_timeout_s, block)) as self._patience:
+                        await self._run_or_fail(scope, receive, send, record)
+            except TimeoutError:  # returning without an end of body breaks the connection
+                record.outcome = record.outcome or "slow_client"
+            finally:
+                watcher.cancel()
 
     async def _run_or_fail(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:
@@ -302,10 +299,13 @@ def _by_choice(plan: Plan) -> list[Generation]:
     return [generation for generation in plan.generations for _ in range(generation.sampling.num_choices)]
 
 
-async def _cancel_on_disconnect(receive: Receive, reply: asyncio.Task[None], record: RequestRecord) -> None:
-    """Wait for the client to leave; the body is read, so nothing else can arrive."""
+async def _end_on_disconnect(receive: Receive, block: asyncio.Timeout, record: RequestRecord) -> None:
+    """Wait for the client to leave; the body is read, so nothing else can arrive.
+
+    Cancelled at once when the answer ends, whose end is reported as a disconnect too.
+    """
     while (await receive())["type"] != "http.disconnect":
         pass
-    if not reply.done():  # the end of a full answer is reported as a disconnect too
+    if not block.expired():
         record.outcome = "cancelled"
-        reply.cancel()
+        block.reschedule(asyncio.get_running_loop().time())

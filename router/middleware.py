@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import secrets
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import BatonError, EngineError
 from router.completion import error_json
+from router.ids import new_id
 from router.metrics import Endpoint, Metrics, Outcome, outcome_of_status
 
 logger = logging.getLogger(__name__)
@@ -123,4 +123,4 @@ class FrontMiddleware:
 
 def _client_id(headers: Headers) -> str:
     offered = headers.get("x-request-id", "")
-    return offered if _CLIENT_ID.fullmatch(offered) else f"req-{secrets.token_hex(16)}"
+    return offered if _CLIENT_ID.fullmatch(offered) else f"req-{new_id()}"
