@@ -18,6 +18,7 @@ import uvloop
 from bench.router_client import NUM_TOKENS
 from cluster.channel import Channel
 from cluster.config import ClusterConfig, new_epoch
+from cluster.envelope import Envelope
 from cluster.membership import Membership, NodeRecord, Role
 from cluster.request import FinishReason, RequestKey
 from cluster.wire import (
@@ -26,7 +27,6 @@ from cluster.wire import (
     Cancelled,
     Capsule,
     Commit,
-    Envelope,
     FirstToken,
     Granted,
     Message,

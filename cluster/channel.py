@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from hashlib import blake2b
 from types import TracebackType
 
@@ -21,7 +22,8 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from cluster.config import ClusterConfig, is_loopback, url_host
-from cluster.wire import MAX_FRAME_BYTES, Envelope, Message, Party, WireError, decode, encode
+from cluster.envelope import MAX_FRAME_BYTES, Envelope, WireError, decode, encode
+from cluster.wire import Message, Party
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +41,22 @@ class ChannelError(Exception):
 
 
 class Channel:
-    """One process's end of the control plane. Owns its sockets and ZeroMQ context; use as ``async with``."""
+    """One process's end of the control plane. Owns its sockets and ZeroMQ context; use as ``async with``.
 
-    def __init__(self, config: ClusterConfig) -> None:
+    With ``background_io`` ZeroMQ's thread waits for the event loop's to rest instead of interrupting it for each
+    message that comes, where both share a CPU: a router's. Not for nodes: they compute on all CPUs, without rest.
+    """
+
+    def __init__(self, config: ClusterConfig, *, background_io: bool = False) -> None:
         if config.secret is None and not is_loopback(config.bind_host):
             raise ChannelError("a non-loopback bind needs the shared secret")
         self._config = config
+        self._background_io = background_io
         self._context: zmq.asyncio.Context | None = None
         # Not zmq.asyncio's: its futures cost as much for a message as all that is done with it.
         self._inbox: zmq.Socket[bytes] | None = None
+        self._watched: int | None = None  # the inbox's descriptor, while the event loop looks at it
+        self._arrived: asyncio.Future[None] | None = None  # while somebody waits for a message
         # Least recently used first.
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._keys = _curve_keys(config.secret) if config.secret else None
@@ -65,6 +74,8 @@ class Channel:
 
     async def __aenter__(self) -> Channel:
         self._context = zmq.asyncio.Context()
+        if self._background_io and _may_use_batch_policy():
+            self._context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
         try:
             self._inbox = self._bind(self._context)
         except zmq.ZMQError as error:
@@ -101,7 +112,7 @@ class Channel:
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                await _readable(self._inbox)
+                await self._some_arrived(self._inbox)
                 continue
             try:
                 if frame.more:
@@ -140,7 +151,33 @@ class Channel:
             raise
         return inbox
 
+    async def _some_arrived(self, inbox: zmq.Socket[bytes]) -> None:
+        """Wait until something may have arrived. The inbox must just have said that nothing is there: its descriptor
+        tells of changes only.
+        """
+        loop = asyncio.get_running_loop()
+        if self._watched is None:
+            self._watched = inbox.fileno()
+            loop.add_reader(self._watched, self._wake)
+        self._arrived = loop.create_future()
+        try:
+            await self._arrived
+        finally:
+            self._arrived = None
+
+    def _wake(self) -> None:
+        if self._arrived is None:
+            self._look_away()  # nobody reads now, and until somebody does the loop would come here in each of its turns
+        elif not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def _look_away(self) -> None:
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            self._watched = None
+
     async def _close(self) -> None:
+        self._look_away()
         for peer in list(self._peers):
             self._peers.pop(peer).close(linger=LINGER_MS)
         if self._inbox is not None:
@@ -192,23 +229,16 @@ class Channel:
         return socket
 
 
-async def _readable(socket: zmq.Socket[bytes]) -> None:
-    """Wait until something may have arrived. The socket must just have said that nothing is there: its file descriptor
-    tells of changes only.
-    """
-    loop = asyncio.get_running_loop()
-    changed: asyncio.Future[None] = loop.create_future()
-    descriptor = socket.fileno()
-    loop.add_reader(descriptor, _set, changed)
+def _may_use_batch_policy() -> bool:
+    """Tried on this thread and taken back, because libzmq ends the process if the system refuses it a policy."""
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
     try:
-        await changed
-    finally:
-        loop.remove_reader(descriptor)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        for policy in (os.SCHED_BATCH, os.SCHED_OTHER):
+            os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError:
+        return False
+    return True
 
 
 class _OneKey:

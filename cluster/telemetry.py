@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -56,6 +57,15 @@ def render_metrics(read: Callable[[], Iterable[Sample]]) -> Callable[[], bytes]:
 class _OneLineFormatter(logging.Formatter):
     """One record, one line; the lines of a traceback are indented, so that none can pass for a record."""
 
+    _second = -1
+    _written_second = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802, ARG002 - logging's
+        second = int(record.created)
+        if second != self._second:  # a busy process has thousands of lines a second
+            self._second, self._written_second = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        return f"{self._written_second},{int(record.msecs):03d}"
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         return _escaped(super().formatMessage(record))
 
@@ -64,6 +74,8 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def _escaped(text: str) -> str:
+    if text.isprintable():  # then none of them is in it
+        return text
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

@@ -1,8 +1,6 @@
-"""Every control message between router, prefill node and decode node: typed msgpack, never pickle.
+"""Every control message between router, prefill node and decode node, as types that check what they are made from.
 
-A frame is one version byte followed by a msgpack-encoded :class:`Envelope`. Frames over
-:data:`MAX_FRAME_BYTES`, of another version, or that do not match these types exactly raise :class:`WireError`
-and are counted and dropped by the channel; nothing else in the program parses bytes from a socket.
+``cluster/envelope.py`` puts them into bytes and back; a change here is a new version there.
 
 The messages follow ``docs/states.md``: Reserve -> Granted | Refused, Submit -> Token0 (after PromptLogprobs, if they
 were asked for), blocks over ``kvtransfer``, Commit -> Acknowledged, Tokens until the finish, Cancel -> Cancelled at any
@@ -30,9 +28,6 @@ from cluster.request import (
     TokenLogprobs,
 )
 
-WIRE_VERSION: Final = 4
-MAX_FRAME_BYTES: Final = 8 << 20
-
 # Checked when a message is decoded, so that no node ever computes with a number or a name it cannot hold.
 NODE_ID_PATTERN: Final = r"\A[A-Za-z0-9_.-]{1,128}\Z"
 ADDRESS_PATTERN: Final = r"\Atcp://([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}\Z"
@@ -40,10 +35,6 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 NodeId = Annotated[str, Meta(pattern=NODE_ID_PATTERN)]
 PrefixName = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
-
-
-class WireError(Exception):
-    """Bytes that are not one of our messages."""
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -315,35 +306,3 @@ Message = (
     | Ping
     | Pong
 )
-
-
-class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``to_epoch`` names the life of the receiver the message is meant for; another life drops it."""
-
-    sender: Party
-    to_epoch: Epoch
-    body: Message
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def encode(envelope: Envelope) -> bytes:
-    """Frame an envelope. Raises :class:`WireError` if it is over the size cap."""
-    frame = bytes([WIRE_VERSION]) + _encoder.encode(envelope)
-    if len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"message of {len(frame)} bytes is over the cap of {MAX_FRAME_BYTES}")
-    return frame
-
-
-def decode(frame: bytes) -> Envelope:
-    """Parse a frame. Raises :class:`WireError` for anything but a well-formed message of our version."""
-    if not frame or len(frame) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(frame)} bytes refused")
-    if frame[0] != WIRE_VERSION:
-        raise WireError(f"wire version {frame[0]}, expected {WIRE_VERSION}")
-    try:
-        return _decoder.decode(memoryview(frame)[1:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(str(error)) from error

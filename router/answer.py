@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, closing
@@ -25,6 +24,7 @@ from router.choice import Choice
 from router.completion import DONE_FRAME, FORMATS, Piece, ReplyHead, error_frame, joined
 from router.echo import echo_piece, moved, scores_piece
 from router.generation import Endings, Generation, Generator, TokenDelta
+from router.ids import new_id
 from router.metrics import Metrics
 from router.middleware import RECORD_KEY, RequestRecord, error_response
 from router.patience import SendPatience
@@ -77,11 +77,12 @@ class Answer(Response):
         send_timeout_s: float,
     ) -> None:
         super().__init__()
-        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{secrets.token_hex(16)}"
+        answer_id = f"{_ID_PREFIX[plan.endpoint]}-{new_id()}"
         calls = plan.rules.calls
         head = ReplyHead(answer_id, int(time.time()), model, system_fingerprint, tokenizer, calls is not None)
         self._plan = plan
-        self._shows_text_only = plan.usage != "every" and not plan.return_token_ids
+        shows_more = plan.return_token_ids or bool(plan.prompt_texts) or plan.usage == "every"
+        self._streams_plain_text = plan.stream and not shows_more
         self._format = FORMATS[plan.endpoint](head)
         self._tokenizer = tokenizer
         self._generator = generator
@@ -108,18 +109,15 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record: RequestRecord = scope[RECORD_KEY]
         async with asyncio.TaskGroup() as group:
-            reply = group.create_task(self._reply(scope, receive, send, record))
-            watcher = group.create_task(_cancel_on_disconnect(receive, reply, record))
-            await asyncio.wait([reply])
-            watcher.cancel()
-
-    async def _reply(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
-        try:
-            async with asyncio.timeout(None) as block:
-                with closing(SendPatience(self._send_timeout_s, block)) as self._patience:
-                    await self._run_or_fail(scope, receive, send, record)
-        except TimeoutError:
-            record.outcome = "slow_client"  # returning without an end of body breaks the connection
+            try:
+                async with asyncio.timeout(None) as block:
+                    watcher = group.create_task(_end_on_disconnect(receive, block, record))
+                    with closing(SendPatience(self._send_timeout_s, block)) as self._patience:
+                        await self._run_or_fail(scope, receive, send, record)
+            except TimeoutError:  # returning without an end of body breaks the connection
+                record.outcome = record.outcome or "slow_client"
+            finally:
+                watcher.cancel()
 
     async def _run_or_fail(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:
@@ -171,19 +169,21 @@ class Answer(Response):
         index = run.indexes[deltas[0].choice]
         if index not in run.running:
             return b""  # a stop string has ended it just before
-        pieces, opening = self._generated(run.number, index, deltas), b""
+        plain = self._choices[index].feed_plain(deltas) if self._streams_plain_text else []
+        pieces = self._generated(run.number, index, deltas[len(plain) :]) if len(plain) < len(deltas) else []
+        opening = b""
         if not run.last_s:
             self._first_delta(self._plan.generations[run.number], deltas[0].cached_tokens, now_s - run.started_s)
             opening = await self._opening(run.number, run.indexes, deltas[0])
-        self._observe_gaps(run, index, len(pieces), now_s)
-        if pieces[-1].finish_reason is not None:
+        self._observe_gaps(run, index, len(plain) + len(pieces), now_s)
+        if pieces and pieces[-1].finish_reason is not None:
             run.running.remove(index)
-            if deltas[len(pieces) - 1].finish_reason is None:
+            if deltas[len(plain) + len(pieces) - 1].finish_reason is None:
                 run.endings.add(deltas[0].choice)
         if not self._plan.stream:
             self._pieces[index] += pieces
             return b""
-        return opening + await self._chunks(index, pieces)
+        return opening + self._format.text_chunks(index, plain) + await self._chunks(index, pieces)
 
     def _observe_gaps(self, run: _Run, index: int, num_together: int, now_s: float) -> None:
         last_s = run.last_s.get(index)
@@ -231,8 +231,8 @@ class Answer(Response):
         """The frames of a choice's next pieces."""
         held, frames = self._pieces[index], list[bytes]()
         for piece in pieces:
-            if self._shows_text_only and piece.is_text and not held:  # as most are
-                frames.append(self._format.text_chunk(index, piece.text))
+            if self._streams_plain_text and piece.is_text and not held:
+                frames.append(self._format.text_chunks(index, [piece.text]))
             else:
                 held.append(piece)
                 frames.append(await self._chunk(index))
@@ -299,10 +299,13 @@ def _by_choice(plan: Plan) -> list[Generation]:
     return [generation for generation in plan.generations for _ in range(generation.sampling.num_choices)]
 
 
-async def _cancel_on_disconnect(receive: Receive, reply: asyncio.Task[None], record: RequestRecord) -> None:
-    """Wait for the client to leave; the body is read, so nothing else can arrive."""
+async def _end_on_disconnect(receive: Receive, block: asyncio.Timeout, record: RequestRecord) -> None:
+    """Wait for the client to leave; the body is read, so nothing else can arrive.
+
+    Cancelled at once when the answer ends, whose end is reported as a disconnect too.
+    """
     while (await receive())["type"] != "http.disconnect":
         pass
-    if not reply.done():  # the end of a full answer is reported as a disconnect too
+    if not block.expired():
         record.outcome = "cancelled"
-        reply.cancel()
+        block.reschedule(asyncio.get_running_loop().time())

@@ -7,13 +7,14 @@ an :class:`~router.answer.Answer` that reads from the :class:`~router.generation
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -27,7 +28,7 @@ from router.body import read_body
 from router.generation import Generator
 from router.limits import KeyLimits
 from router.metrics import METRICS_CONTENT_TYPE, Metrics
-from router.middleware import RECORD_KEY, FrontMiddleware, RequestRecord, error_response
+from router.middleware import RECORD_KEY, FrontMiddleware, RequestRecord, endpoint_of, error_response
 from router.openapi import openapi_document
 from router.planning import Plan, Planner, for_tenant
 from router.replies import HealthReply, ModelCard, ModelList, ReadyReply, VersionReply
@@ -38,6 +39,7 @@ from router.tool_formats import ToolFormat
 from router.unknown_fields import UnknownFields
 
 _READY_RETRY_S: Final = "1"
+_Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,27 +146,39 @@ class _Front:
         return ModelCard(id=name, created=self._created, root=name, max_model_len=self._settings.max_model_len)
 
 
-class _Shortcut:
-    """Hands requests that generate to their handlers: the framework's layers below take as long as all the rest."""
+class _Generating:
+    """Hands requests to their handlers, as the framework's routes do."""
 
-    def __init__(self, app: ASGIApp, handlers: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
-        self._app = app
+    def __init__(self, handlers: Mapping[str, _Handler]) -> None:
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generates = scope["type"] == "http" and scope["method"] == "POST"
-        handler = self._handlers.get(scope["path"]) if generates else None
-        if handler is None:
-            await self._app(scope, receive, send)
-            return
         request = Request(scope, receive)
         try:
-            response = await handler(request)
+            response = await self._handlers[scope["path"]](request)
         except BatonError as error:
             response = await _on_baton_error(request, error)
         except ClientDisconnect as error:
             response = await _on_client_disconnect(request, error)
         await response(scope, receive, send)
+
+
+class _App(FastAPI):
+    """Requests that generate go to their handlers by a way of their own, through the same layers of ours: the
+    framework's would take as long as all the rest.
+    """
+
+    def __init__(self, layers: Sequence[Middleware], handlers: Mapping[str, _Handler]) -> None:
+        super().__init__(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, middleware=layers)
+        self._generating: ASGIApp = _Generating(handlers)
+        for layer in reversed(layers):
+            self._generating = layer.cls(self._generating, *layer.args, **layer.kwargs)
+        for path, handler in handlers.items():
+            self.add_api_route(path, handler, methods=["POST"])  # for what the framework says of other methods
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generates = scope["type"] == "http" and scope["method"] == "POST" and endpoint_of(scope["path"]) != "other"
+        await (self._generating if generates else super().__call__)(scope, receive, send)
 
 
 def create_app(
@@ -177,26 +191,23 @@ def create_app(
     limits: KeyLimits | None = None,
 ) -> FastAPI:
     """Build the application; nothing runs until it is served. Without ``keys`` everybody may ask."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    front = _Front(settings, tokenizer, generator, metrics)
-    generating = {"/v1/completions": front.completions, "/v1/chat/completions": front.chat_completions}
-    # The last one added is the first to see a request.
-    app.add_middleware(_Shortcut, handlers=generating)
-    app.add_middleware(AccessMiddleware, keys=keys or KeyRing(()), limits=limits or KeyLimits())
+    layers = [Middleware(FrontMiddleware, metrics=metrics)]  # the first to see a request
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=("GET", "HEAD", "POST"),
-            allow_headers=("*",),  # openai's clients send a dozen of x-stainless-*; cookies are never allowed
-            expose_headers=("x-request-id", "retry-after"),
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=("GET", "HEAD", "POST"),
+                allow_headers=("*",),  # openai's clients send a dozen of x-stainless-*; cookies are never allowed
+                expose_headers=("x-request-id", "retry-after"),
+            )
         )
-    app.add_middleware(FrontMiddleware, metrics=metrics)
+    layers.append(Middleware(AccessMiddleware, keys=keys or KeyRing(()), limits=limits or KeyLimits()))
+    front = _Front(settings, tokenizer, generator, metrics)
+    app = _App(layers, {"/v1/completions": front.completions, "/v1/chat/completions": front.chat_completions})
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
-    for path, handler in generating.items():
-        app.add_api_route(path, handler, methods=["POST"])  # for what the framework says of other methods
     app.add_api_route("/tokenize", front.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", front.detokenize, methods=["POST"])
     readable = ["GET", "HEAD"]

@@ -50,6 +50,25 @@ class Choice:
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
 
+    def feed_plain(self, deltas: Sequence[TokenDelta]) -> list[str]:
+        """The texts of as many leading deltas as bring text and nothing else, one for each: as a rule all but the last.
+
+        They are taken; :meth:`feed_all` goes on with the rest.
+        """
+        texts: list[str] = []
+        if not self._shows_all:
+            return texts
+        feed = self._detokenizer.feed
+        for delta in deltas:
+            if delta.finish_reason is not None or delta.logprobs:
+                break
+            if delta.cached_tokens is not None:
+                self.cached_tokens = delta.cached_tokens
+            token_ids = delta.token_ids
+            self.num_tokens += len(token_ids)
+            texts.append(feed(token_ids[0]) if len(token_ids) == 1 else "".join(map(feed, token_ids)))
+        return texts
+
     def feed_all(self, deltas: Sequence[TokenDelta]) -> list[Piece]:
         """:meth:`feed` for each of them, up to the end."""
         pieces: list[Piece] = []
@@ -63,9 +82,6 @@ class Choice:
         """The text that these tokens complete; empty while a character or a possible stop string is open."""
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
-        if self._shows_all and delta.finish_reason is None and not delta.logprobs:  # as most deltas are
-            self.num_tokens += len(delta.token_ids)
-            return Piece("".join(map(self._detokenizer.feed, delta.token_ids)), delta.token_ids)
         shown: list[str] = []
         entries: list[TokenEntry] = []
         for position, token_id in enumerate(delta.token_ids, start=1):

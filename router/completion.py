@@ -7,7 +7,7 @@ Two formats with one contract: text completions and chat. Both write the same ``
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -40,6 +40,7 @@ from router.tool_calls import CallPart, whole_calls
 DONE_FRAME: Final = b"data: [DONE]\n\n"
 # Stands for a chunk's text where what is around it is learned; no model's name or id holds it.
 _HOLE: Final = secrets.token_hex(16)
+_encoder = msgspec.json.Encoder()
 
 
 class Piece(msgspec.Struct, frozen=True):  # made in a tenth of a frozen dataclass's time, one a token
@@ -117,8 +118,11 @@ class ReplyFormat(Protocol):
         """One chunk of one choice, or more if it has several calls."""
         ...
 
-    def text_chunk(self, index: int, text: str) -> bytes:
-        """The chunk of a piece that is nothing but text, without usage and ids: as :meth:`chunk` writes it, sooner."""
+    def text_chunks(self, index: int, texts: Iterable[str]) -> bytes:
+        """The chunks of pieces that are nothing but text, without usage and ids: as :meth:`chunk` writes them, sooner.
+
+        An empty text has no chunk.
+        """
         ...
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -133,14 +137,16 @@ class _TextChunks:
         self._format = written
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def write(self, index: int, text: str) -> bytes:
-        """See :meth:`ReplyFormat.text_chunk`."""
+    def write(self, index: int, texts: Iterable[str]) -> bytes:
+        """See :meth:`ReplyFormat.text_chunks`."""
         around = self._around.get(index)
         if around is None:
             example = self._format.chunk(index, Piece(_HOLE, ()), None, with_ids=False)
             before, _hole, after = example.partition(msgspec.json.encode(_HOLE))
             around = self._around[index] = before, after
-        return around[0] + msgspec.json.encode(text) + around[1]
+        before, after = around
+        written = (after + before).join(map(_encoder.encode, filter(None, texts)))
+        return before + written + after if written else b""
 
 
 class CompletionFormat:
@@ -148,7 +154,7 @@ class CompletionFormat:
 
     def __init__(self, head: ReplyHead) -> None:
         self._head = head
-        self.text_chunk = _TextChunks(self).write
+        self.text_chunks = _TextChunks(self).write
 
     def whole(self, pieces: Sequence[Piece], usage: Usage, prompts: Sequence[tuple[int, ...]] | None) -> bytes:
         choices = [self._choice(index, piece, with_ids=prompts is not None) for index, piece in enumerate(pieces)]
@@ -198,7 +204,7 @@ class ChatFormat:
 
     def __init__(self, head: ReplyHead) -> None:
         self._head = head
-        self.text_chunk = _TextChunks(self).write
+        self.text_chunks = _TextChunks(self).write
 
     def whole(self, pieces: Sequence[Piece], usage: Usage, prompts: Sequence[tuple[int, ...]] | None) -> bytes:
         head = self._head

@@ -34,7 +34,9 @@ class ByteDetokenizer:
         self._open = b""  # of a character that is not whole yet
 
     def feed(self, token_id: int) -> str:
-        data = self._open + self._token_bytes(token_id)
+        data = self._token_bytes(token_id)
+        if self._open:
+            data = self._open + data
         text, num_read = codecs.utf_8_decode(data, "replace", False)
         self._open = data[num_read:]
         return text

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -29,6 +28,7 @@ from cluster.errors import (
 from cluster.request import RequestId, RequestKey
 from cluster.wire import Failed, Granted, PromptLogprobs, Refused, Reserve, Submit, Ticket, Token0, TokenItem
 from router.generation import Endings, Generation, Readiness, TokenDelta
+from router.ids import new_id
 from router.mailbox import Mail, Mailbox, NodeLost, Switchboard
 from router.naming import PromptNames
 from router.placement import Placer
@@ -201,7 +201,7 @@ class Dispatcher:
                 num_prompt_logprobs=job.generation.num_prompt_logprobs,
             ),
         )
-        log.info(
+        log.debug(
             "%s submitted to %s for %s",
             mailbox.key,
             placement.prefill.id,
@@ -230,7 +230,8 @@ class Dispatcher:
         try:
             for message in messages:
                 if isinstance(message, TokenItem):
-                    deltas += order.follow(message)
+                    if (delta := order.follow(message)) is not None:
+                        deltas.append(delta)
                 else:
                     deltas += self._deltas_of(message, booking, order)
                 if deltas and deltas[-1].finish_reason is not None and order.over:
@@ -264,7 +265,7 @@ class _Job:
             demand = Demand(prompt_len, prompt_len, num_choices=0)
         else:
             demand = Demand(prompt_len, prompt_len + sampling.max_tokens - 1, sampling.num_choices)
-        self.request_id = RequestId(secrets.token_hex(16))
+        self.request_id = RequestId(new_id())
         self.generation = generation
         self.endings = endings
         self.turn = turn

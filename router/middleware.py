@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import secrets
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import BatonError, EngineError
 from router.completion import error_json
+from router.ids import new_id
 from router.metrics import Endpoint, Metrics, Outcome, outcome_of_status
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,16 @@ def error_response(error: BatonError) -> Response:
     return Response(error_json(error), status_code=error.status, media_type="application/json", headers=headers)
 
 
+def served_path(path: str) -> str:
+    """One trailing slash more or less means the same; clients that do not follow redirects add it."""
+    return path.removesuffix("/") or "/"
+
+
+def endpoint_of(path: str) -> Endpoint:
+    """What a POST to ``path`` asks for."""
+    return _ENDPOINTS.get(served_path(path), "other")
+
+
 class FrontMiddleware:
     """The outermost layer of ours."""
 
@@ -62,9 +72,7 @@ class FrontMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path: str = scope["path"]
-        # One trailing slash more or less means the same; clients that do not follow redirects add it.
-        path = path.removesuffix("/") or "/"
+        path = served_path(scope["path"])
         record = RequestRecord(
             client_id=_client_id(Headers(scope=scope)),
             endpoint=_ENDPOINTS.get(path, "other") if scope["method"] == "POST" else "other",
@@ -115,4 +123,4 @@ class FrontMiddleware:
 
 def _client_id(headers: Headers) -> str:
     offered = headers.get("x-request-id", "")
-    return offered if _CLIENT_ID.fullmatch(offered) else f"req-{secrets.token_hex(16)}"
+    return offered if _CLIENT_ID.fullmatch(offered) else f"req-{new_id()}"

@@ -44,7 +44,8 @@ class TokenOrder:
         """
         match message:
             case TokenItem():
-                return self.follow(message)
+                delta = self.follow(message)
+                return () if delta is None else (delta,)
             case Token0():
                 return self._start(message)
             case PromptLogprobs():
@@ -73,8 +74,7 @@ class TokenOrder:
         self._next_index = {choice: 1 for choice, first in enumerate(token0.choices) if first.finish_reason is None}
         deltas = [self._first_delta(choice, first, token0.cached_tokens) for choice, first in enumerate(token0.choices)]
         early, self._early = self._early, []
-        for item in early:
-            deltas += self.follow(item)
+        deltas += filter(None, map(self.follow, early))
         return deltas
 
     def _scored(self, cached_tokens: int) -> list[TokenDelta]:
@@ -89,21 +89,22 @@ class TokenOrder:
         scores = tuple(self._prompt_logprobs)
         return TokenDelta((first.token_id,), first.finish_reason, cached_tokens, logprobs, choice, scores)
 
-    def follow(self, item: TokenItem) -> Sequence[TokenDelta]:
+    def follow(self, item: TokenItem) -> TokenDelta | None:
         """:meth:`take` for most messages."""
         if not self.started:
             self._early.append(item)
-            return ()
+            return None
         choice = item.choice - self._first
         if not 0 <= choice < self._num_choices:
             raise TransferError("the decode node sent tokens of a choice that was not asked for")
         expected = self._next_index.get(choice)
         if expected is None:
-            return ()  # it has ended here, and the decode node did not know yet
+            return None  # it has ended here, and the decode node did not know yet
         if item.index != expected:
             raise TransferError("tokens were lost between the decode node and the router")
-        if item.finish_reason is None:
-            self._next_index[choice] = expected + len(item.token_ids)
+        token_ids, finish_reason = item.token_ids, item.finish_reason
+        if finish_reason is None:
+            self._next_index[choice] = expected + len(token_ids)
         else:
             del self._next_index[choice]
-        return (TokenDelta(item.token_ids, item.finish_reason, logprobs=item.logprobs, choice=choice),)
+        return TokenDelta(token_ids, finish_reason, None, item.logprobs, choice)

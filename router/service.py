@@ -81,7 +81,7 @@ async def serve(config: RouterConfig) -> int:
     tool_format = _tool_format(config, tokenizer)
     async with AsyncExitStack() as stack:
         try:
-            channel = await stack.enter_async_context(Channel(config.cluster))
+            channel = await stack.enter_async_context(Channel(config.cluster, background_io=True))
         except ChannelError as error:
             raise ConfigError(str(error)) from error
         plant = _Plant(config, channel)
@@ -186,6 +186,7 @@ async def _run(app: FastAPI, sock: socket.socket, plant: _Plant) -> None:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            proxy_headers=False,  # nothing here asks who the client is
             log_config=None,  # its lines go through our formatter, which lets no control character pass
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=DRAIN_S,

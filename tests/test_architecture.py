@@ -45,6 +45,7 @@ PURE = (
     "cluster/prefix_hash.py",
     "cluster/request.py",
     "cluster/transitions.py",
+    "cluster/envelope.py",
     "cluster/wire.py",
     "kvtransfer/session.py",
     "prefill_node/admission.py",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -15,8 +17,9 @@ from zmq.utils.monitor import recv_monitor_message
 from cluster import channel as channel_module
 from cluster.channel import Channel, ChannelError, _curve_keys
 from cluster.config import ClusterConfig, new_epoch
+from cluster.envelope import MAX_FRAME_BYTES, Envelope, encode
 from cluster.request import RequestId, RequestKey
-from cluster.wire import MAX_FRAME_BYTES, Envelope, Failed, Party, Ping, encode
+from cluster.wire import Failed, Party, Ping
 from tests.cluster.redis_server import eventually
 
 SECRET = b"0123456789abcdef"
@@ -226,6 +229,22 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
         assert turns >= rounds
 
 
+async def test_what_nobody_reads_yet_leaves_the_loop_at_rest() -> None:
+    async with Channel(config("a")) as a, Channel(config("b")) as b:
+        a.send(b.party, Ping(1))
+        assert await next_sequence(b) == 1
+        waiting = asyncio.create_task(b.receive())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert b._watched is not None
+        a.send(b.party, Ping(2))
+        await eventually(lambda: b._watched is None)
+        assert await next_sequence(b) == 2
+        a.send(b.party, Ping(3))
+        assert await next_sequence(b) == 3
+
+
 class _Full:
     """An inbox in which there is always one more, as under a flood."""
 
@@ -240,3 +259,36 @@ class _Full:
 async def _receive(channel: Channel, count: int) -> None:
     for _ in range(count):
         await channel.receive()
+
+
+def _policies() -> list[int]:
+    """How each thread of this process is scheduled."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found.append(os.sched_getscheduler(int(task.name)))
+    return found
+
+
+async def test_background_io_changes_the_policy_of_its_own_threads_only() -> None:
+    others = _policies().count(os.SCHED_BATCH)
+    async with Channel(config("a")) as a, Channel(config("b"), background_io=True) as b:
+        a.send(b.party, Ping(1))
+        assert await next_sequence(b) == 1
+        b.send(a.party, Ping(2))
+        assert await next_sequence(a) == 2
+        # A thread sets its own policy before all else that it does: b's has, since it has carried a message.
+        assert _policies().count(os.SCHED_BATCH) > others
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+async def test_background_io_where_the_system_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    others = _policies().count(os.SCHED_BATCH)
+    async with Channel(config("a")) as a, Channel(config("b"), background_io=True) as b:
+        a.send(b.party, Ping(1))
+        assert await next_sequence(b) == 1
+        assert _policies().count(os.SCHED_BATCH) == others

@@ -31,6 +31,17 @@ def test_a_record_is_one_line_without_control_characters(capsys: pytest.CaptureF
     assert "node%s\\n WARNING x: said a\\r\\n2026" in line
 
 
+def test_times_are_those_of_logging() -> None:
+    setup_logging("node")
+    (handler,) = logging.getLogger().handlers
+    usual = logging.Formatter()
+    record = logging.makeLogRecord({})
+    for created in (1e9, 1e9 + 0.25, 1e9 + 1.999, 1e9 + 0.5, 2e9):
+        record.created, record.msecs = created, created % 1 * 1000
+        assert handler.formatter is not None
+        assert handler.formatter.formatTime(record) == usual.formatTime(record)
+
+
 def test_a_traceback_cannot_pass_for_a_record(capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("node")
     try:

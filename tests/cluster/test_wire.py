@@ -11,17 +11,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
+from cluster.envelope import MAX_FRAME_BYTES, WIRE_VERSION, Envelope, WireError, decode, encode
 from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
 from cluster.wire import (
-    MAX_FRAME_BYTES,
-    WIRE_VERSION,
     Acknowledged,
     Cancel,
     CancelChoice,
     Cancelled,
     Capsule,
     Commit,
-    Envelope,
     Failed,
     FirstToken,
     Granted,
@@ -41,9 +39,6 @@ from cluster.wire import (
     Token0,
     TokenItem,
     Tokens,
-    WireError,
-    decode,
-    encode,
 )
 
 KEY = RequestKey(RequestId("r"), 1)

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from cluster.envelope import Envelope
 from cluster.prefix_hash import block_hashes, seed_hash
 from cluster.request import RequestId, RequestKey, SamplingParams, TokenLogprobs
 from cluster.wire import (
     Cancel,
     CancelChoice,
     Cancelled,
-    Envelope,
     Failed,
     Granted,
     Message,

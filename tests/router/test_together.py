@@ -88,7 +88,10 @@ def logprobs_of(delta: TokenDelta) -> tuple[Any, ...]:
 def test_a_chunk_of_text_is_what_any_chunk_would_be(tokenizer: Tokenizer, endpoint: Any, text: str) -> None:
     written = FORMATS[endpoint](ReplyHead('i"d', 7, 'mo"del é', None, tokenizer))
     for index in (0, 3, 0):
-        assert written.text_chunk(index, text) == written.chunk(index, Piece(text, (1,)), None, with_ids=False)
+        expected = written.chunk(index, Piece(text, (1,)), None, with_ids=False)
+        assert written.text_chunks(index, [text]) == expected
+        assert written.text_chunks(index, ["", text, text, ""]) == expected * 2
+        assert written.text_chunks(index, [""]) == written.text_chunks(index, []) == b""
 
 
 def test_a_histogram_of_tokens_counts_as_prometheus_does() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from cluster.channel import Channel
 from cluster.config import ClusterConfig, new_epoch
+from cluster.envelope import Envelope
 from cluster.membership import NodeRecord, Role
 from cluster.request import FinishReason, RequestKey, SamplingParams
 from cluster.wire import (
@@ -17,7 +18,6 @@ from cluster.wire import (
     Cancelled,
     Capsule,
     Commit,
-    Envelope,
     Failed,
     FirstToken,
     Granted,
