@@ -227,8 +227,7 @@ class SocketRoad(Road):
             self._outbound[link.peer, link.address] = link
             self._connections[link] = None
             self._selector.register(link.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
-        link.add(push)
-        self._watch(link)
+        self._guarded(link, partial(link.add, push))
 
     def _settle_withdrawn(self) -> None:
         for connection in list(self._connections):

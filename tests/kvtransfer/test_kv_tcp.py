@@ -16,6 +16,7 @@ from kvtransfer.digest import BlockIdentity, block_digest
 from kvtransfer.errors import HelloError
 from kvtransfer.events import PeerLost, PushFailed, Withdrawn
 from kvtransfer.layout import WIRE_VERSION
+from kvtransfer.tcp_outbound import Outbound
 from kvtransfer.ticket import PeerId
 
 
@@ -148,6 +149,23 @@ def test_a_truncated_block_does_not_arrive_and_can_be_sent_again(d, nodes):
     p.plane.push(ticket, [(0, 5)])
     d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})
     assert np.array_equal(d.pool[0], p.pool[5])
+
+
+def test_a_connection_that_breaks_while_a_push_begins_costs_that_push_alone(d, nodes, monkeypatch):
+    p, ticket = nodes("tcp", "P", seed=1), d.grant([3])
+
+    def broken(_link: Outbound, _push: object) -> None:
+        raise ConnectionResetError("gone this moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbound, "add", broken)
+        p.plane.push(ticket, [(0, 0)])
+        failed = p.wait_kind(PushFailed, ticket.ticket_id)
+    assert "gone this moment" in failed.reason
+    p.plane.push(ticket, [(0, 0)])
+    d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})
+    assert np.array_equal(d.pool[3], p.pool[0])
+    d.plane.complete(ticket.ticket_id)
 
 
 def test_no_byte_on_the_wire_can_be_flipped(d):
