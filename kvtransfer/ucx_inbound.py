@@ -67,6 +67,11 @@ class Intake:
         self._blocks = Blocks(context.pool)
 
     @property
+    def busy(self) -> bool:
+        """True while blocks are landing."""
+        return bool(self._landing)
+
+    @property
     def needs_fence(self) -> bool:
         return bool(self._doubtful)
 
