@@ -34,7 +34,7 @@ from engine.instructions import (
     Withdraw,
 )
 from engine.step import FailedSequence, StepPlan, StepResult
-from kvtransfer.errors import KVTransferError
+from kvtransfer.errors import KVTransferError, PlaneBrokenError
 from kvtransfer.events import PushFailed, ReceiveFailed, Withdrawn
 from kvtransfer.plane import KVPlane
 from kvtransfer.regroup import source_blocks
@@ -44,8 +44,10 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 
 
-class DeclaredDeadError(Exception):
-    """The cluster has dropped this life of this node for good; it must start again under a new epoch."""
+class LifeEndedError(Exception):
+    """This life of this node is over: the cluster has dropped it for good, or its KV plane broke. It must start again
+    under a new epoch.
+    """
 
 
 class Runner(Protocol):
@@ -105,7 +107,7 @@ class NodeLoop:
             envelope = await self._channel.receive()
             match envelope.body:
                 case PeerDown(node_id, epoch) if (node_id, epoch) == (me.id, me.epoch):
-                    raise DeclaredDeadError(f"{envelope.sender.id} gave this node up for dead")
+                    raise LifeEndedError(f"{envelope.sender.id} gave this node up for dead")
                 case _:
                     pass
             self._take_in(MessageArrived(envelope.sender, envelope.body))
@@ -123,7 +125,10 @@ class NodeLoop:
         while True:
             await asyncio.sleep(TICK_S)
             self._perform(state.tick(time.monotonic()))
-            plane.tick(time.monotonic())
+            try:
+                plane.tick(time.monotonic())
+            except PlaneBrokenError as error:
+                raise LifeEndedError(str(error)) from error
             self._work.set()
 
     async def _step(self, state: NodeState, forward: ThreadPoolExecutor) -> None:

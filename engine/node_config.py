@@ -117,8 +117,8 @@ def _add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         default=_DEFAULT_TRANSPORTS,
         metavar="LIST",
-        help="KV transports offered; a pair uses the best that both offer, best first: ucx, nixl (needs the extra nixl,"
-        " excludes ucx), tcp",
+        help="KV transports offered; a pair uses the best that both offer, best first: ucx, nixl (for RDMA; needs the"
+        " extra nixl, excludes ucx), tcp",
     )
     group.add_argument(
         "--require-transport",

@@ -25,7 +25,7 @@ from engine.instructions import NodeState
 from engine.kv_cache import KVCache, kv_cache
 from engine.model import LlamaModel
 from engine.model_config import Dtype, ModelConfig
-from engine.node import DeclaredDeadError, NodeLoop
+from engine.node import LifeEndedError, NodeLoop
 from engine.node_config import RESTART, NodeConfig
 from engine.node_http import NodeView, serve_http
 from engine.runner import ModelRunner
@@ -69,7 +69,7 @@ async def serve_node(config: NodeConfig, role: Role, build_state: Callable[[Node
     except (ConfigError, ModelFilesError, ChannelError, KVTransferError, OSError) as error:
         log.error("cannot serve: %s", error)
         return 2
-    except DeclaredDeadError as error:
+    except LifeEndedError as error:
         log.error("%s; starting again as another life", error)
         return RESTART
     return 0
@@ -79,7 +79,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
     """Serve until SIGTERM or SIGINT, then leave the cluster and give everything back.
 
     Raises :class:`ConfigError` or a model error if the node cannot start (nothing is registered then), and
-    :class:`DeclaredDeadError` if the cluster has given up this life of it.
+    :class:`LifeEndedError` if only another life of it can go on.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -134,9 +134,9 @@ async def _run_until(stop: asyncio.Event, work: Coroutine[None, None, None]) -> 
     except asyncio.CancelledError:
         pass
     except BaseExceptionGroup as group:
-        if (dead := group.subgroup(DeclaredDeadError)) is None:
+        if (ended := group.subgroup(LifeEndedError)) is None:
             raise
-        raise DeclaredDeadError(str(dead.exceptions[0])) from None
+        raise LifeEndedError(str(ended.exceptions[0])) from None
     if running in done and not stop.is_set():
         raise ConfigError("the node's loop ended by itself")
 

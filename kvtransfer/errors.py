@@ -37,3 +37,7 @@ class TransportUnavailableError(KVTransferError):
 
 class PlaneClosedError(KVTransferError):
     """The plane was closed or aborted."""
+
+
+class PlaneBrokenError(KVTransferError):
+    """A transport's thread ended by itself, which is a bug. Close the plane; a new life may open another one."""

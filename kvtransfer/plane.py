@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from kvtransfer.errors import LayoutMismatchError, PeerUnreachableError, PlaneClosedError
+from kvtransfer.errors import LayoutMismatchError, PeerUnreachableError, PlaneBrokenError, PlaneClosedError
 from kvtransfer.events import Event
 from kvtransfer.layout import WIRE_VERSION
 from kvtransfer.meter import TransferStats
@@ -207,7 +207,12 @@ class KVPlane:
     def tick(self, now: float) -> None:
         """Call a few times a second, with seconds of the monotonic clock: `fence` peers for whom a transfer that
         nobody wants any more has been waiting for too long.
+
+        Raises `PlaneBrokenError` if a transport has ended by itself: nothing moves over it any more.
         """
+        for scheme, road in self._roads.items():
+            if road.failure is not None:
+                raise PlaneBrokenError(f"the transport {scheme} ended by itself: {road.failure}") from road.failure
         for peer in self._context.sends.overdue(now) | self._context.receives.overdue(now):
             self.fence(*peer)
 

@@ -124,9 +124,11 @@ class Road(ABC):
     """One transport of one plane. Its methods are called from the owner's thread and never wait for a peer.
 
     One that posts what `RoadContext.outgoing` gives, and not rows of the pool, says so: it ``regroups``.
+    ``failure`` is what ended it, if that was not `close`.
     """
 
     regroups: bool = False
+    failure: Exception | None = None
 
     @abstractmethod
     def address(self) -> bytes:

@@ -108,6 +108,9 @@ class SocketRoad(Road):
         try:
             while not self._may_stop():
                 self._turn()
+        except Exception as error:
+            logger.exception("a bug ended the thread of kv transfers")
+            self.failure = error
         finally:
             self._tear_down()
 

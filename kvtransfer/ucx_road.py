@@ -100,6 +100,9 @@ class UcxRoad(Road):
             while not self._may_stop():
                 self._turn()
                 self._sleep()
+        except Exception as error:
+            logger.exception("a bug ended the thread of kv transfers")
+            self.failure = error
         finally:
             self._tear_down()
 

@@ -31,7 +31,8 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
 
 @needs_nixl
 @pytest.mark.parametrize(
-    "suite", ["test_kv_contract.py", "test_kv_damage.py", "test_kv_processes.py", "nixl_road_cases.py"]
+    "suite",
+    ["test_kv_broken.py", "test_kv_contract.py", "test_kv_damage.py", "test_kv_processes.py", "nixl_road_cases.py"],
 )
 def test_in_a_process_of_its_own(suite):
     options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", str(HERE / suite)]
