@@ -35,7 +35,7 @@ _TLS: Final[dict[TransportKind, str]] = {"rdma": "ib,cuda_copy,gdr_copy", "shm":
 # Over these a writer reaches into our memory by itself. Destroying our agent does not stop it, so they cannot be
 # fenced: a stopped sender that went on was seen to write into blocks that had been given to somebody else.
 _UNFENCED: Final = "cma,xpmem,knem,cuda_ipc,rocm_ipc"
-# Here each fragment of a write is answered into a short queue. While a peer hangs it is full, and UCX 1.21 crashes when
+# Here each fragment of a write is answered into a short queue. While a peer hangs it is full, and UCX crashes when
 # an agent is destroyed whose answers wait for room. Used only where shared memory is required.
 _QUEUED: Final = "posix,sysv"
 

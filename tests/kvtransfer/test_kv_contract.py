@@ -16,6 +16,9 @@ from kvtransfer.errors import (
 from kvtransfer.events import BlocksArrived, PushEnded, PushFailed, Withdrawn
 from kvtransfer.ticket import BlockHandle, new_ticket_id
 
+# Descriptors of a connection that has just been made may still come and go.
+WARM_UP = 20
+
 pytestmark = pytest.mark.parametrize("scheme", SCHEMES)
 
 
@@ -288,16 +291,19 @@ def test_no_common_scheme(nodes, scheme):
 
 def test_two_hundred_tickets_leave_nothing_behind(nodes, scheme):
     p, d = pair(nodes, scheme)
-    move(p, d, [(0, 0)])
+    for _ in range(WARM_UP):
+        move(p, d, [(0, 0)])
+        p.seen.clear()
+        d.seen.clear()
     fds, threads = open_fds(), io_threads()
     for number in range(200):
         move(p, d, [(number % 16, (number + 3) % 16), ((number + 1) % 16, (number + 7) % 16)])
         p.seen.clear()
         d.seen.clear()
-    assert open_fds() <= fds  # one more for a moment, while the connection is taken off its pace
+    assert open_fds() == fds
     assert io_threads() == threads
     assert (p.plane.stats().open_pushes, d.plane.stats().open_tickets) == (0, 0)
-    assert d.plane.stats().blocks_received == 401
+    assert d.plane.stats().blocks_received == 400 + WARM_UP
 
 
 def test_close_sends_what_is_queued_and_leaves_nothing(nodes, scheme):
