@@ -37,7 +37,7 @@ from cluster.wire import (
     Tokens,
 )
 
-SCHEMES: Final = ("tcp", "ucx")
+SCHEMES: Final = ("tcp", "ucx", "ucx-mapped")
 SETTLED_S: Final = 2.0
 _SEED: Final = seed_hash(FINGERPRINT)
 _DEADLINE_S: Final = 60.0

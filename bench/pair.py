@@ -51,12 +51,16 @@ class Parrot:
 
 
 class BenchNode:
-    """One node; ``state`` decides, ``pool`` keeps the books."""
+    """One node; ``state`` decides, ``pool`` keeps the books.
+
+    With ``-mapped`` behind its scheme a prefill node shares its pool, as real ones do.
+    """
 
     def __init__(self, role: str, channel: Channel, scheme: str, block_size: int, num_blocks: int) -> None:
         self.party, self.block_size = channel.party, block_size
         self.pool = BlockPool(num_blocks)
-        cache = KVCache(layout(block_size), num_blocks)
+        scheme, _, sharing = scheme.partition("-")
+        cache = KVCache(layout(block_size), num_blocks, shared=bool(sharing) and role == "prefill")
         self._loop = NodeLoop(Parrot(cache), cache, channel)
         self.plane = open_plane(
             [scheme],
@@ -65,6 +69,7 @@ class BenchNode:
             secret=None,
             wakeup=self._loop.wake_for_transfer,
             layout=cache.layout,
+            memory=cache.memory,
         )
         self.state: NodeState
         if role == "prefill":

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.pacing import unpace
+from kvtransfer.shared_memory import SharedMemory
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -161,7 +162,8 @@ class _Worker:
     def __init__(self, name: str, cpu: int, pool_bytes: int, peer: Connection, sock: socket.socket) -> None:
         os.sched_setaffinity(0, {cpu})
         self._name, self._peer, self._sock = name, peer, sock
-        self._memory = _memory(pool_bytes)
+        self._shared = SharedMemory(pool_bytes) if name == "P" else None
+        self._memory = _memory(pool_bytes, self._shared)
         self._source: Buffer | None = None
         self._plane: Any = None
         self._pool: Buffer = self._memory.reshape(1, -1)
@@ -180,6 +182,7 @@ class _Worker:
             wakeup=self._news.set,
             digest=digest,  # type: ignore[arg-type]  # one of the benchmark's own constants
             require=road.required,  # type: ignore[arg-type]
+            memory=self._shared,
         )
 
     def close(self) -> None:
@@ -283,9 +286,9 @@ def _serve(pipe: Connection, setup: tuple[str, int, int, Connection, socket.sock
     leave(0)
 
 
-def _memory(num_bytes: int) -> Buffer:
-    """As a node's pool: anonymous memory on huge pages, every page of it touched."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _memory(num_bytes: int, shared: SharedMemory | None = None) -> Buffer:
+    """As a node's pool, every page of it touched: anonymous memory on huge pages, or what a prefill node shares."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if shared is None else shared.buffer
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     array: Buffer = np.frombuffer(memory, np.uint8)

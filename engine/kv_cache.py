@@ -5,6 +5,7 @@ The cache owns the memory for the life of the process. Who may use which block i
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -17,6 +18,9 @@ from torch import Tensor
 from engine.step import BlockCopy
 from kernels.reference import KeyOrder, kv_views
 from kvtransfer.layout import DIM_MAJOR, TOKEN_MAJOR, BlockLayout
+from kvtransfer.shared_memory import SharedMemory
+
+log = logging.getLogger(__name__)
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KEY_ORDERS: Final[dict[str, KeyOrder]] = {TOKEN_MAJOR: "token_major", DIM_MAJOR: "dim_major"}
@@ -29,15 +33,22 @@ class KVCache:
 
     ``keys`` and ``values`` are views ``[num_blocks, num_layers, num_kv_heads, block_size, head_dim]``, whatever the
     layout's ``key_order``: with ``dim_major`` keys lie as ``[head_dim, block_size]`` inside ``pool``.
+
+    ``memory`` is what other processes on this host may map the pool by, or None.
     """
 
-    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+    memory: SharedMemory | None = None
+
+    def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False) -> None:
         """Takes address space only; memory is taken block by block as it is first written.
 
-        Raises OSError if there is no address space for it.
+        ``shared`` lets receivers on this host read the pool where it lies; it then has no huge pages, unless the
+        system gives them to shared memory. Raises OSError if there is no address space for it.
         """
         self.layout = layout
         self.num_blocks = num_blocks
+        if shared:
+            self.memory = _shared_memory(num_blocks * layout.block_bytes)
         self.pool = self._allocate()
         self.keys, self.values = kv_views(self.pool, _KEY_ORDERS[layout.key_order])
 
@@ -67,7 +78,11 @@ class KVCache:
     def _allocate(self) -> Tensor:
         layout, num_blocks = self.layout, self.num_blocks
         # torch.zeros writes every page (5 s for 2 GiB); an anonymous map is zero without being touched.
-        memory = mmap.mmap(-1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        num_bytes = num_blocks * layout.block_bytes
+        if self.memory is not None:
+            memory = self.memory.buffer
+        else:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)  # attention over scattered blocks misses the TLB less
         return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
@@ -116,9 +131,20 @@ class DeviceKVCache(KVCache):
         return torch.zeros(self.num_blocks, *layout.block_shape, dtype=TORCH_DTYPES[layout.dtype], device=self._device)
 
 
-def kv_cache(layout: BlockLayout, num_blocks: int, device: torch.device) -> KVCache:
-    """The cache for a model on ``device``."""
-    return KVCache(layout, num_blocks) if device.type == "cpu" else DeviceKVCache(layout, num_blocks, device)
+def kv_cache(layout: BlockLayout, num_blocks: int, device: torch.device, *, shared: bool = False) -> KVCache:
+    """The cache for a model on ``device``. ``shared`` as for :class:`KVCache`; pinned memory is never shared."""
+    if device.type == "cpu":
+        return KVCache(layout, num_blocks, shared=shared)
+    return DeviceKVCache(layout, num_blocks, device)
+
+
+def _shared_memory(num_bytes: int) -> SharedMemory | None:
+    try:
+        return SharedMemory(num_bytes)
+    except OSError as error:
+        # A sandbox may forbid it. Without address space the other kind fails too, and says so.
+        log.warning("no shared memory for the KV pool, transfers within this host will be slower: %s", error)
+        return None
 
 
 def _bytes(blocks: Tensor) -> npt.NDArray[np.uint8]:

@@ -85,7 +85,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    engine = await asyncio.to_thread(_load_engine, config)
+    engine = await asyncio.to_thread(_load_engine, config, role)
     pool = BlockPool(engine.cache.num_blocks)
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(Channel(config.cluster))
@@ -100,6 +100,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             digest=config.kv_digest,
             layout=engine.cache.layout,
             require=config.require_transport,
+            memory=engine.cache.memory,
         )
         stack.push_async_callback(asyncio.to_thread, plane.close)
         parts = NodeParts(config, pool, plane, channel.party, engine.fingerprint, engine.max_model_len)
@@ -189,7 +190,7 @@ def _select_backend(config: NodeConfig) -> Backend:
     return ops
 
 
-def _load_engine(config: NodeConfig) -> _Engine:
+def _load_engine(config: NodeConfig, role: Role) -> _Engine:
     import torch
 
     torch.set_num_threads(config.threads)
@@ -203,7 +204,8 @@ def _load_engine(config: NodeConfig) -> _Engine:
     layout = model_config.kv_layout(config.block_size, dtype, ops.key_order)
     max_model_len = min(config.max_model_len or model_config.max_positions, model_config.max_positions)
     num_blocks = config.kv_blocks or max(1, config.kv_memory_bytes // layout.block_bytes)
-    cache = kv_cache(layout, num_blocks, ops.device)
+    # Decode nodes send nothing, and read their pool at every step: huge pages are for them.
+    cache = kv_cache(layout, num_blocks, ops.device, shared=role == "prefill")
     model = LlamaModel(model_config, weights)
     model.reserve(max(config.max_batch_tokens, config.max_num_seqs), config.max_num_seqs)
     runner = ModelRunner(model, cache, grammars)

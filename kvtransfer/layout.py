@@ -13,7 +13,7 @@ from typing import Final
 
 from kvtransfer.errors import LayoutError
 
-WIRE_VERSION: Final = 4
+WIRE_VERSION: Final = 5
 
 TOKEN_MAJOR: Final = "token_major"  # noqa: S105 - no secret
 DIM_MAJOR: Final = "dim_major"

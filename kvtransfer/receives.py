@@ -136,27 +136,41 @@ class ReceiveLedger:
         sender's introduction has told the digest.
         """
         with self._lock:
-            ticket = self._tickets.get(ticket_id)
-            if (
-                ticket is None
-                or ticket.withdrawing
-                or not 0 <= index < len(ticket.handles)
-                or (generation is not None and ticket.handles[index].generation != generation)
-                or ticket.sender not in (None, peer)
-                or peer in self._dead
-                or index in ticket.arrived
-                or index in ticket.claims
-            ):
-                self.blocks_refused += 1
-                return None
-            if digest is None:
-                digest = ticket.introduced.get(peer, {}).get(index)
-            handle = ticket.handles[index]
-            claim = Claim(ticket_id, index, handle.block_id, peer, handle.generation, digest)
-            ticket.claims[index] = claim
-            ticket.session.claimed(self._meter.now())
-            self._meter.moving(1)
+            claim = self._claim(ticket_id, index, generation, peer, digest)
+            self._meter.moving(0 if claim is None else 1)
             return claim
+
+    def claim_all(self, ticket_id: int, indexes: Iterable[int], peer: PeerId) -> list[Claim]:
+        """As `claim`, of several blocks that were introduced; those refused are left out."""
+        with self._lock:
+            claims = [self._claim(ticket_id, index, None, peer, None) for index in indexes]
+            made = [claim for claim in claims if claim is not None]
+            self._meter.moving(len(made))
+            return made
+
+    def _claim(
+        self, ticket_id: int, index: int, generation: int | None, peer: PeerId, digest: int | None
+    ) -> Claim | None:
+        ticket = self._tickets.get(ticket_id)
+        if (
+            ticket is None
+            or ticket.withdrawing
+            or not 0 <= index < len(ticket.handles)
+            or (generation is not None and ticket.handles[index].generation != generation)
+            or ticket.sender not in (None, peer)
+            or peer in self._dead
+            or index in ticket.arrived
+            or index in ticket.claims
+        ):
+            self.blocks_refused += 1
+            return None
+        if digest is None:
+            digest = ticket.introduced.get(peer, {}).get(index)
+        handle = ticket.handles[index]
+        claim = Claim(ticket_id, index, handle.block_id, peer, handle.generation, digest)
+        ticket.claims[index] = claim
+        ticket.session.claimed(self._meter.now())
+        return claim
 
     def landed(self, claims: Iterable[Claim], *, wake: bool = True) -> None:
         """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for.

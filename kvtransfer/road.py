@@ -23,6 +23,7 @@ from kvtransfer.receives import Claim, ReceiveLedger
 from kvtransfer.regroup import Bytes, Regrouper, TokenRun
 from kvtransfer.routes import Routes
 from kvtransfer.sends import Push, PushItem, SendLedger
+from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.ticket import PeerId
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ _STAGED_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True)
 class RoadContext:
-    """What every road of a plane works with. ``pool`` is ``[num_blocks, block_bytes]`` and is borrowed."""
+    """What every road of a plane works with. ``pool`` is ``[num_blocks, block_bytes]`` and is borrowed.
+
+    It begins at the start of ``memory``, if others may map it.
+    """
 
     pool: Pool
     me: PeerId
@@ -51,6 +55,7 @@ class RoadContext:
     meter: TransferMeter
     routes: Routes
     regrouper: Regrouper | None = None
+    memory: SharedMemory | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -88,16 +93,17 @@ class RoadContext:
 
         Without ``wake`` the road wakes the event box at the end of its turn.
         """
-        good: list[Claim] = []
-        bad: list[Claim] = []
-        for claim in claims:
-            fits = self.digester.fits(claim.block_id, claim.identity, claim.digest)
-            (good if fits else bad).append(claim)
+        good = [claim for claim in claims if self.check(claim)]
         if good:
             self.receives.landed(good, wake=wake)
-        for claim in bad:
-            logger.error("%s does not hold what %s sent: wrong digest", claim, claim.peer.node_id)
-            self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
+
+    def check(self, claim: Claim) -> bool:
+        """Receiver: whether the block that has landed holds what its sender says. One that does not is abandoned."""
+        if self.digester.fits(claim.block_id, claim.identity, claim.digest):
+            return True
+        logger.error("%s does not hold what %s sent: wrong digest", claim, claim.peer.node_id)
+        self.receives.abandon([claim], f"block {claim.index} does not hold what was sent")
+        return False
 
     def _take_digest(self, push: Push, item: PushItem) -> int:
         identity, mode = _identity(push, item), push.ticket.hello.digest

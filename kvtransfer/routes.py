@@ -36,6 +36,8 @@ _KINDS: Final[dict[str, TransportKind]] = {
     "knem": "shm",
     "self": "shm",
     "memory": "shm",
+    # Not UCX's: the receiver copies out of the sender's pool.
+    "mapped": "shm",
     "tcp": "tcp",
     # Of a library that tells no more than that.
     "rdma": "rdma",

@@ -19,6 +19,7 @@ from kvtransfer.regroup import Regrouper
 from kvtransfer.road import Pool, Road, RoadContext
 from kvtransfer.routes import Routes, TransportKind, can_satisfy
 from kvtransfer.sends import SendLedger
+from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.ticket import PeerId
 
 
@@ -67,6 +68,7 @@ def open_plane(
     digest: DigestMode = "sampled",
     layout: BlockLayout | None = None,
     require: TransportKind | None = None,
+    memory: SharedMemory | None = None,
 ) -> KVPlane:
     """Open a plane that offers these schemes.
 
@@ -76,7 +78,8 @@ def open_plane(
     `poll` has something to say; it must neither block nor raise. ``digest`` is asked of every block sent to us.
     With its ``layout`` the plane also sends to pools whose blocks hold another number of tokens.
     With ``require`` no block goes over anything else: schemes that cannot be that are not offered, and a connection
-    that comes out on something else is refused.
+    that comes out on something else is refused. A pool that lies at the start of ``memory`` is read there by receivers
+    on the same host, which is quicker.
 
     Raises `LayoutError` for an unfit pool, `TransportUnavailableError` for a scheme that is unknown, whose
     library is missing, or that cannot bind, and if none can be what is required.
@@ -88,7 +91,7 @@ def open_plane(
             raise TransportUnavailableError(f"unknown scheme {scheme!r}; one of {', '.join(SCHEMES)}")
     if {"ucx", "nixl"} <= set(schemes):
         raise TransportUnavailableError("ucx and nixl exclude each other: each brings its own UCX into the process")
-    _check_pool(pool)
+    _check_pool(pool, memory)
     able = [scheme for scheme in schemes if can_satisfy(scheme, require)]
     if not able:
         raise TransportUnavailableError(f"{require} is required, and {' and '.join(schemes)} can never be that")
@@ -111,11 +114,12 @@ def open_plane(
         meter=meter,
         routes=Routes(require),
         regrouper=None if layout is None else Regrouper(pool, layout),
+        memory=memory,
     )
     return KVPlane(context, {scheme: _ROADS[scheme] for scheme in able})
 
 
-def _check_pool(pool: Pool) -> None:
+def _check_pool(pool: Pool, memory: SharedMemory | None) -> None:
     # The transports take the pointer and check nothing themselves.
     if pool.ndim != 2 or pool.dtype != np.uint8 or 0 in pool.shape:
         raise LayoutError("a pool is a non-empty uint8 array [num_blocks, block_bytes]")
@@ -123,3 +127,7 @@ def _check_pool(pool: Pool) -> None:
         raise LayoutError("a pool must be C-contiguous: a block is one run of bytes")
     if not pool.flags.writeable:
         raise LayoutError("a pool must be writable")
+    if memory is not None:
+        start = np.frombuffer(memory.buffer, np.uint8).ctypes.data
+        if pool.ctypes.data != start or pool.nbytes > memory.name.num_bytes:
+            raise LayoutError("the pool does not begin where the shared memory does, or is larger")

@@ -20,11 +20,13 @@ from kvtransfer.road import RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.ticket import INDEX_BITS, PeerId
 from kvtransfer.ucx import Blocks, Buffer, Context, Endpoint, Message, Request, UcxError, Worker
+from kvtransfer.ucx_offers import PeerMemories
 from kvtransfer.ucx_wire import (
-    FAREWELL_TICKET,
     INTRODUCTION_INDEX,
     MAX_NOTE_BYTES,
+    REPLY_TICKET,
     Introduced,
+    answer,
     farewell,
     open_address,
     read_introduction,
@@ -34,8 +36,10 @@ from kvtransfer.ucx_wire import (
 # A retired worker serves the tickets that know its address for so long at most.
 RETIRED_S: Final = 30.0
 _FAREWELL_S: Final = 0.5
-# Then the road's other workers have their turn.
-_ROUNDS: Final = 32
+# The next blocks of an offer come so soon, or not at all.
+_NEXT_OFFER_S: Final = 0.001
+# Then the road's other workers have their turn, and the owner hears of what landed.
+_TURN_S: Final = 0.005
 _INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 
 
@@ -61,6 +65,10 @@ class Intake:
         self._dropping: list[Request] = []
         self._notes: list[tuple[Request, int, Buffer]] = []
         self._doubtful: list[tuple[Request, Claim]] = []
+        self._answers: list[Request] = []
+        self._memories = PeerMemories(context)
+        self._num_offers = 0
+        self._offered_s = 0.0
         self._serving: set[int] = set()
         self._retired_until = 0.0
         self._void = np.zeros(1, np.uint8)
@@ -68,8 +76,8 @@ class Intake:
 
     @property
     def busy(self) -> bool:
-        """True while blocks are landing."""
-        return bool(self._landing)
+        """True while blocks are landing, or were copied a moment ago."""
+        return bool(self._landing) or time.monotonic() - self._offered_s < _NEXT_OFFER_S
 
     @property
     def needs_fence(self) -> bool:
@@ -77,16 +85,20 @@ class Intake:
 
     def turn(self) -> None:
         """Progress, decide on what arrived, report what landed; again while blocks land one right after the other."""
-        for _ in range(_ROUNDS):
+        until = time.monotonic() + _TURN_S
+        while True:
+            num_offers = self._num_offers
             self.worker.progress()
             while (message := self.worker.probe()) is not None:
                 self._decide(message)
-            if not self._reap():
+            moved = self._reap() or self._num_offers != num_offers
+            if not moved or time.monotonic() > until:
                 break
 
     def peer_dead(self, peer: PeerId) -> None:
         """Doubt every block that may be this peer's. A ticket may have had several senders; doubt is cheap."""
         receives = self._context.receives
+        self._memories.forget(peer)
         mine = [pair for pair in self._landing if peer in receives.introduced(pair[1].ticket_id)]
         self._doubt(mine, "the peer was declared dead")
 
@@ -109,13 +121,15 @@ class Intake:
         """The fence: say farewell, destroy the worker, then give back every claim."""
         notes = self._say_farewell()
         requests = [request for request, _ in self._landing + self._doubtful]
-        requests += self._dropping + notes + [request for request, _, _ in self._notes]
+        requests += self._dropping + self._answers + notes + [request for request, _, _ in self._notes]
         self.worker.destroy(requests)
         for endpoint in self._replies.values():
             self._context.routes.closed(endpoint)
             endpoint.leak()
         claims = [claim for _, claim in self._landing + self._doubtful]
         self._landing, self._doubtful, self._dropping, self._notes = [], [], [], []
+        self._answers = []
+        self._memories.clear()
         self._replies.clear()
         self._context.receives.abandon(claims, reason)
 
@@ -126,7 +140,7 @@ class Intake:
             if not endpoint.broken:
                 data = np.frombuffer(farewell(self._context, peer, self.address), np.uint8).copy()
                 with contextlib.suppress(UcxError):
-                    notes.append(endpoint.send(data, FAREWELL_TICKET << INDEX_BITS))
+                    notes.append(endpoint.send(data, REPLY_TICKET << INDEX_BITS))
         until = time.monotonic() + _FAREWELL_S
         while not all(note.done for note in notes) and time.monotonic() < until:
             self.worker.progress()
@@ -161,6 +175,9 @@ class Intake:
                 endpoint.close()
         for key in [key for key, endpoint in self._replies.items() if endpoint.closed]:
             self._context.routes.closed(self._replies.pop(key))
+            if not self._hears(key[0]):
+                self._memories.forget(key[0])
+        self._answers = [request for request in self._answers if not request.done]
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:
@@ -192,11 +209,38 @@ class Intake:
         said = read_introduction(self._context, ticket_id, data)
         if said is None:
             self._context.receives.refuse()
-        elif self._context.receives.introduce(ticket_id, said.peer, said.digests):
+            return
+        wanted = self._context.receives.introduce(ticket_id, said.peer, said.digests)
+        if wanted or said.offer:
             self._meet(said)
-            refusal = self._context.routes.refusal(said.peer)
-            if refusal is not None:
-                self._context.receives.refuse_sender(ticket_id, said.peer, refusal)
+        refusal = self._context.routes.refusal(said.peer) if wanted else None
+        if refusal is not None:
+            self._context.receives.refuse_sender(ticket_id, said.peer, refusal)
+        if said.offer:
+            # Whoever offers waits for the answer, also if nobody wants it.
+            settled = not wanted or refusal is not None or self._take_offer(ticket_id, said)
+            self._answer(said, settled=settled)
+
+    def _take_offer(self, ticket_id: int, said: Introduced) -> bool:
+        """Returns False if the blocks cannot be read where they lie."""
+        is_new = said.peer not in self._memories
+        if not self._memories.can_read(said):
+            return False
+        if is_new and (endpoint := self._replies.get((said.peer, said.reply_to))) is not None:
+            route = Route(said.peer, "receiving", "ucx", f"mapped+{endpoint.transports()}")
+            self._context.routes.connected(endpoint, route)
+        self._memories.copy(ticket_id, said)
+        self._num_offers += 1
+        self._offered_s = time.monotonic()
+        return True
+
+    def _answer(self, said: Introduced, *, settled: bool) -> None:
+        endpoint = self._replies.get((said.peer, said.reply_to))
+        if endpoint is not None and not endpoint.broken:
+            data = np.frombuffer(answer(self._context, said.peer, said.offer, settled=settled), np.uint8).copy()
+            # One that breaks now breaks for the sender too.
+            with contextlib.suppress(UcxError):
+                self._answers.append(endpoint.send(data, REPLY_TICKET << INDEX_BITS))
 
     def _meet(self, said: Introduced) -> None:
         """Have a reply endpoint to this sender, which also says over what its blocks come."""
@@ -206,8 +250,11 @@ class Intake:
                 endpoint = Endpoint(self.worker, open_address(self._context.secret, said.reply_to))
                 self._replies[key] = endpoint
                 routes.connected(endpoint, Route(said.peer, "receiving", "ucx", endpoint.transports()))
-        if routes.required is not None and not any(peer == said.peer for peer, _ in self._replies):
+        if routes.required is not None and not self._hears(said.peer):
             routes.refuse(said.peer, f"nobody knows over what {said.peer.node_id} sends, {routes.required} is required")
+
+    def _hears(self, peer: PeerId) -> bool:
+        return any(each == peer for each, _ in self._replies)
 
     def _doubt(self, pairs: list[tuple[Request, Claim]], reason: str) -> None:
         self._landing = [pair for pair in self._landing if pair not in pairs]

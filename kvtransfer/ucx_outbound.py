@@ -11,24 +11,32 @@ import numpy as np
 from kvtransfer.events import PeerLost
 from kvtransfer.pacing import unpace_all
 from kvtransfer.road import RoadContext
-from kvtransfer.routes import Route
+from kvtransfer.routes import Route, satisfies
 from kvtransfer.sends import Push, PushItem
 from kvtransfer.ticket import INDEX_BITS
 from kvtransfer.ucx import Blocks, Buffer, Endpoint, Request, UcxError, Worker
+from kvtransfer.ucx_offers import MAX_OFFER_BYTES, MAX_OFFERED_BYTES, Offers
 from kvtransfer.ucx_wire import (
     INTRODUCTION_INDEX,
     MAX_NOTE_BYTES,
+    NO_OFFER,
+    NO_SOURCE,
+    Answer,
+    Gone,
+    IntroducedBlock,
+    can_be_told,
     introduce,
     num_introduced,
     open_address,
-    read_farewell,
+    read_reply,
 )
 
 # Enough to keep the wire full; what is posted cannot be called back, so a cancel waits for this much.
 WINDOW_BYTES: Final = 16 << 20
-# With so many blocks the receiver is busy while the others' digests are taken (measured: 13 µs each, a block lands in
-# 90 over shared memory).
+# With so many blocks the receiver is busy while the others' digests are taken (measured, one by one: 13 µs each, a
+# block lands in 90).
 _FIRST_BLOCKS: Final = 8
+_FIRST_OFFERED: Final = 4
 
 
 class Link:
@@ -50,23 +58,30 @@ class Link:
         self._introduced: dict[Push, set[int]] = {}
         self._posted: list[tuple[Request, Push, PushItem]] = []
         self._introducing: list[Request] = []
+        # Offered in vain: to be sent.
+        self._again: deque[tuple[Push, PushItem]] = deque()
         self._blocks = Blocks(context.pool)
         self._unpaced = False
         self.transports = self._endpoint.transports()
+        self._offers = Offers(wanted=context.memory is not None and satisfies(self.transports, "shm"))
         refusal = context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
         if refusal is not None:
             self.fail(refusal)
 
     @property
     def busy(self) -> bool:
-        return bool(self._posted or self._pushes or self._introducing)
+        return bool(self._posted or self._pushes or self._introducing or self._again or self._offers.num_blocks)
 
     @property
     def gone(self) -> bool:
         return self.failed and self._endpoint.closed
 
+    @property
+    def _num_first(self) -> int:
+        return _FIRST_OFFERED if self._offers.wanted else _FIRST_BLOCKS
+
     def add(self, push: Push) -> None:
-        self._context.seal(push, _FIRST_BLOCKS)
+        self._context.seal(push, self._num_first)
         self._unsealed.append(push)
         if push not in self._pushes:
             self._pushes.append(push)
@@ -131,10 +146,29 @@ class Link:
         receiver may still read our block, into a pool that nobody believes any more.
         """
         requests = self.requests()
-        posted, self._posted = self._posted, []
-        for _, push, item in posted:
+        ended = [(push, item) for _, push, item in self._posted] + [*self._again, *self._offers.give_up()]
+        self._posted = []
+        self._again.clear()
+        for push, item in ended:
             self._context.sends.lost(push, item.index)
         return requests
+
+    def answered(self, answer: Answer) -> None:
+        """The receiver has read what it was offered, or cannot; another link's offer is ignored."""
+        if answer.peer != self.peer:
+            return
+        first = not self._offers.settled
+        ended = self._offers.end(answer.offer, settled=answer.settled)
+        if ended is None:
+            return
+        push, items = ended
+        if not answer.settled:
+            self._again.extend((push, item) for item in items)
+            return
+        if first and not self.failed:
+            self.transports = f"mapped+{self.transports}"
+            self._context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
+        self._context.sends.sent(push, *(item.index for item in items))
 
     def leak(self) -> None:
         """The worker was destroyed below the endpoint."""
@@ -168,49 +202,90 @@ class Link:
         return True
 
     def _fill(self, reply_to: bytes) -> None:
-        # One block at least, however large.
-        while self._pushes and (not self._posted or (len(self._posted) + 1) * self._block_bytes <= WINDOW_BYTES):
+        while self._again and self._room():
+            self._send(*self._again.popleft(), reply_to)
+        while self._pushes and self._room():
             push = self._pushes.popleft()
             item = self._context.sends.take(push)
             if item is None:
                 continue
             self._pushes.append(push)
-            try:
-                self._introduce(push, item, reply_to)
-                tag = (push.ticket_id << INDEX_BITS) | item.index
-                block = self._blocks[item.block_id] if item.run is None else self._context.outgoing(push, item)
-                request = self._endpoint.send(block, tag)
-            except UcxError:
-                self._context.sends.lost(push, item.index)
-                raise
-            self._posted.append((request, push, item))
+            if self._offers.wanted and can_be_told(reply_to) and self._lies_in_pool(push, item):
+                self._offer(push, item, reply_to)
+            else:
+                self._send(push, item, reply_to)
+
+    def _room(self) -> int:
+        """Blocks that may go out now: one at least if none is, however large."""
+        num_out = len(self._posted) + self._offers.num_blocks
+        window_bytes = MAX_OFFERED_BYTES if self._offers.wanted else WINDOW_BYTES
+        return max(num_out == 0, window_bytes // self._block_bytes - num_out)
+
+    def _lies_in_pool(self, push: Push, item: PushItem) -> bool:
+        return item.run is None and push.block_bytes == self._context.block_bytes
+
+    def _offer(self, push: Push, item: PushItem, reply_to: bytes) -> None:
+        """Offer this block, and as many of those behind it as go into one offer."""
+        context = self._context
+        limit = min(num_introduced(reply_to), self._room(), max(1, MAX_OFFER_BYTES // self._block_bytes))
+        if push in self._unsealed:
+            limit = min(limit, self._num_first)
+        items = [item]
+        while len(items) < limit and (waiting := context.sends.waiting(push, 1)):
+            # The owner may cancel the push between the two.
+            if not self._lies_in_pool(push, waiting[0]) or (another := context.sends.take(push)) is None:
+                break
+            items.append(another)
+        number = self._offers.add(push, items)
+        self._say(push, items, reply_to, number)
+        if push in self._unsealed:
+            # The receiver has something to copy: now the digests of all others, in one go.
+            self._context.seal(push)
+            self._unsealed.remove(push)
+
+    def _send(self, push: Push, item: PushItem, reply_to: bytes) -> None:
+        try:
+            self._introduce(push, item, reply_to)
+            tag = (push.ticket_id << INDEX_BITS) | item.index
+            block = self._blocks[item.block_id] if item.run is None else self._context.outgoing(push, item)
+            request = self._endpoint.send(block, tag)
+        except UcxError:
+            self._context.sends.lost(push, item.index)
+            raise
+        self._posted.append((request, push, item))
 
     def _introduce(self, push: Push, item: PushItem, reply_to: bytes) -> None:
         """Say who pushes this block and what it holds, for those behind it in the queue too."""
         told = self._introduced.get(push)
         if told is not None and item.index in told:
             return
-        context = self._context
         reply_to = b"" if told else reply_to
-        limit = num_introduced(reply_to) if told else min(_FIRST_BLOCKS, num_introduced(reply_to))
-        items = [item, *context.sends.waiting(push, limit - 1)]
-        digests = {each.index: context.digest(push, each) for each in items}
-        data = introduce(context, push.ticket_id, push.peer, reply_to, digests)
+        limit = num_introduced(reply_to) if told else min(self._num_first, num_introduced(reply_to))
+        items = [item, *self._context.sends.waiting(push, limit - 1)]
+        self._say(push, items, reply_to, NO_OFFER)
+        self._introduced.setdefault(push, set()).update(each.index for each in items)
+
+    def _say(self, push: Push, items: list[PushItem], reply_to: bytes, offer: int) -> None:
+        context = self._context
+        blocks = [
+            IntroducedBlock(each.index, context.digest(push, each), each.block_id if offer else NO_SOURCE)
+            for each in items
+        ]
+        data = introduce(context, push.ticket_id, push.peer, reply_to, blocks, offer)
         tag = (push.ticket_id << INDEX_BITS) | INTRODUCTION_INDEX
         self._introducing.append(self._endpoint.send(_buffer(data), tag))
-        self._introduced.setdefault(push, set()).update(digests)
 
 
 class Replies:
-    """What receivers say to our sending worker: farewells, and nothing else."""
+    """What receivers say to our sending worker."""
 
     def __init__(self, worker: Worker, context: RoadContext) -> None:
         self._worker = worker
         self._context = context
         self._reading: list[tuple[Request, Buffer]] = []
 
-    def turn(self) -> list[bytes]:
-        """Names of receivers' workers that are gone."""
+    def turn(self) -> list[Gone | Answer]:
+        """What was said since the last turn."""
         while (message := self._worker.probe()) is not None:
             # A longer one is not ours: it ends in the buffer it does not fit.
             buffer = np.zeros(MAX_NOTE_BYTES, np.uint8)
@@ -220,7 +295,7 @@ class Replies:
             return []
         self._reading = [(request, buffer) for request, buffer in self._reading if not request.done]
         notes = [buffer.tobytes() for request, buffer in done if request.error() is None]
-        return [name for note in notes if (name := read_farewell(self._context, note)) is not None]
+        return [reply for note in notes if (reply := read_reply(self._context, note)) is not None]
 
     def requests(self) -> list[Request]:
         return [request for request, _ in self._reading]

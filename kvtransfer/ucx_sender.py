@@ -10,7 +10,7 @@ from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
 from kvtransfer.ucx import Context, Request, Worker
 from kvtransfer.ucx_outbound import Link, Replies
-from kvtransfer.ucx_wire import seal_address, worker_name
+from kvtransfer.ucx_wire import Answer, seal_address, worker_name
 
 # An endpoint is closed in milliseconds, unless its peer hangs.
 CLOSE_S: Final = 2.0
@@ -71,7 +71,7 @@ class Sender:
     def turn(self) -> list[bytes]:
         """Progress, send, report. Returns the names of receivers' workers that say that they are gone."""
         self.worker.progress()
-        gone = self._replies.turn()
+        gone = self._hear()
         for link in list(self._links.values()):
             link.turn(self._reply_to)
             self.transports = link.transports or self.transports
@@ -84,6 +84,16 @@ class Sender:
                 self._orphans += link.give_up()
         self._failed = [link for link in self._failed if not link.gone]
         self._orphans = [request for request in self._orphans if not request.done]
+        return gone
+
+    def _hear(self) -> list[bytes]:
+        gone = []
+        for reply in self._replies.turn():
+            if isinstance(reply, Answer):
+                for link in (*self._links.values(), *self._failed):
+                    link.answered(reply)
+            else:
+                gone.append(reply.worker)
         return gone
 
     def lose_worker(self, name: bytes) -> None:

@@ -7,12 +7,14 @@ torch = pytest.importorskip("torch")
 from engine.kv_cache import DeviceKVCache, KVCache, kv_cache  # noqa: E402
 from engine.step import BlockCopy  # noqa: E402
 from kvtransfer.layout import BlockLayout  # noqa: E402
+from kvtransfer.shared_memory import map_peer  # noqa: E402
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_and_tensor_are_one_memory(dtype: str) -> None:
+def test_bytes_and_tensor_are_one_memory(dtype: str, shared: bool) -> None:
     layout = BlockLayout(dtype, 16, 2, 3, 8)
-    cache = KVCache(layout, 5)
+    cache = KVCache(layout, 5, shared=shared)
     view = cache.as_bytes()
     assert view.shape == (5, layout.block_bytes)
     assert cache.pool.shape == (5, 2, 2, 3, 16, 8)
@@ -42,9 +44,30 @@ def test_zero_tail_clears_only_later_slots() -> None:
     assert not cache.as_bytes()[1].any()
 
 
-def test_a_big_pool_takes_no_memory_until_used() -> None:
+def test_a_shared_pool_is_what_a_peer_maps() -> None:
+    cache = KVCache(BlockLayout("float32", 16, 2, 3, 8), 4, shared=True)
+    assert cache.memory is not None
+    theirs = map_peer(cache.memory.name)
+    cache.pool[2] = 1.5
+    assert theirs is not None
+    assert (theirs.reshape(4, -1) == cache.as_bytes()).all()
+
+
+def test_without_shared_memory_there_is_a_pool_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    def forbidden(*_: object) -> int:
+        raise PermissionError("seccomp")
+
+    monkeypatch.setattr("os.memfd_create", forbidden)
+    cache = KVCache(BlockLayout("float32", 16, 2, 3, 8), 4, shared=True)
+    assert cache.memory is None
+    assert not cache.as_bytes().any()
+    assert "slower: seccomp" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_big_pool_takes_no_memory_until_used(shared: bool) -> None:
     before = resident_bytes()
-    cache = KVCache(BlockLayout("float32", 16, 30, 3, 64), 2900)  # 2 GiB
+    cache = KVCache(BlockLayout("float32", 16, 30, 3, 64), 2900, shared=shared)  # 2 GiB
     assert resident_bytes() - before < 64 << 20
     assert cache.as_bytes().nbytes > 2_000_000_000
 

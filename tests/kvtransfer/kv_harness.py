@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -17,19 +18,22 @@ from kvtransfer.events import BlocksArrived, BlocksSent, Event
 from kvtransfer.layout import BlockLayout
 from kvtransfer.routes import TransportKind
 from kvtransfer.select import open_plane
+from kvtransfer.shared_memory import SharedMemory
 from kvtransfer.ticket import BlockHandle, TransferTicket, decode_ticket, encode_ticket, new_ticket_id
 from kvtransfer.vendor import leave
 
 # NIXL cannot live in one process with UCXX: `test_kv_nixl` runs these suites again in a process with this set.
 ENV_SCHEME = "BATON_TEST_KV_SCHEME"
-SCHEMES = ("nixl",) if os.environ.get(ENV_SCHEME) == "nixl" else ("inproc", "tcp", "ucx")
+# A pool that receivers copy from themselves, and one that is offered in vain.
+MAPPED, UNREADABLE = "ucx-mapped", "ucx-unreadable"
+SCHEMES = ("nixl",) if os.environ.get(ENV_SCHEME) == "nixl" else ("inproc", "tcp", "ucx", MAPPED, UNREADABLE)
 DEADLINE_S = 20.0
 FINGERPRINT = "layout-a"
 SECRET = b"shared by all nodes"
 
 
 class Node:
-    """A pool and its plane. ``seen`` keeps every event in order."""
+    """A pool and its plane. ``seen`` keeps every event in order. Schemes may be followed by how the pool is shared."""
 
     def __init__(
         self,
@@ -48,15 +52,18 @@ class Node:
     ) -> None:
         self.id, self.epoch = node_id, epoch
         block_bytes = block_bytes if layout is None else layout.block_bytes
+        names = (schemes,) if isinstance(schemes, str) else schemes
+        self.memory = shared_memory(num_blocks * block_bytes, names[0])
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
+        if self.memory is not None:
+            self.pool = np.frombuffer(self.memory.buffer, np.uint8).reshape(self.pool.shape)
         if seed is not None:
             self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, np.uint8)
         self.seen: list[Event] = []
         self._ready = threading.Event()
-        names = (schemes,) if isinstance(schemes, str) else schemes
         identity = (node_id, epoch, fingerprint)
         self.plane = open_plane(
-            names,
+            [name.partition("-")[0] for name in names],
             self.pool,
             identity,
             secret=secret,
@@ -64,6 +71,7 @@ class Node:
             digest=digest,
             layout=layout,
             require=require,
+            memory=self.memory,
         )
 
     def wait_for(self, condition: Callable[[], object]) -> None:
@@ -113,6 +121,16 @@ class Node:
         listed = [index for event in events for index in event.indexes]
         assert len(listed) == len(set(listed)), "a block was reported twice"
         return set(listed)
+
+
+def shared_memory(num_bytes: int, scheme: str) -> SharedMemory | None:
+    """What ``scheme`` says of the pool."""
+    if scheme not in (MAPPED, UNREADABLE):
+        return None
+    memory = SharedMemory(num_bytes)
+    if scheme == UNREADABLE:
+        memory.name = replace(memory.name, token=bytes(16))
+    return memory
 
 
 def open_fds() -> int:

@@ -131,7 +131,7 @@ def test_only_the_named_sender_may_fill_a_ticket(nodes, scheme):
 
 
 def test_a_stale_generation_is_refused(nodes, scheme):
-    if scheme == "ucx":
+    if scheme.startswith("ucx"):
         pytest.skip("ucx carries no generation: the ticket number is the fence")
     p, d = pair(nodes, scheme)
     ticket = d.grant([3])
@@ -310,6 +310,8 @@ def test_close_sends_what_is_queued_and_leaves_nothing(nodes, scheme):
     Node(scheme, "warm-up").close()
     fds = open_fds()
     p, d = pair(nodes, scheme, block_bytes=1 << 20)
+    # Not the plane's: a shared pool is open twice, here and in its mapping.
+    fds += 2 * sum(node.memory is not None for node in (p, d))
     ticket = d.grant(range(8))
     p.plane.push(ticket, [(index, index) for index in range(8)])
     p.close()

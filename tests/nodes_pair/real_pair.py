@@ -103,7 +103,8 @@ class RealNode:
         self.party, self.block_size = line.party, block_size
         num_blocks = NUM_BLOCKS * BLOCK_SIZE // block_size
         self.pool = BlockPool(num_blocks)
-        self.cache = KVCache(model.kv_layout(block_size), num_blocks)
+        scheme, _, sharing = scheme.partition("-")
+        self.cache = KVCache(model.kv_layout(block_size), num_blocks, shared=bool(sharing) and role == "prefill")
         self._loop = NodeLoop(ModelRunner(model, self.cache), self.cache, line)
         self.plane = open_plane(
             [scheme],
@@ -114,6 +115,7 @@ class RealNode:
             digest=digest,
             layout=self.cache.layout,
             require=require,
+            memory=self.cache.memory,
         )
         shared = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": MAX_MODEL_LEN}
         self.state: NodeState

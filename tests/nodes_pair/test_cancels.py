@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from bench.cancels import cancel_many
+from bench.cancels import SCHEMES, cancel_many
 
 
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 24)], ids=str)
-@pytest.mark.parametrize("scheme", ["tcp", "ucx"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 async def test_nothing_is_left_of_cancelled_requests(
     scheme: str, block_sizes: tuple[int, int], request: pytest.FixtureRequest
 ) -> None:

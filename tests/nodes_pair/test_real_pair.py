@@ -18,7 +18,7 @@ from cluster.prefix_hash import block_hashes
 from cluster.wire import Failed, RefusedPeer
 from engine.node_http import NodeView
 
-SCHEMES = ["tcp", "ucx"]
+SCHEMES = ["tcp", "ucx", "ucx-mapped"]
 PROMPTS = [[(i * i + k) % 20 for i in range(9 + 3 * k)] for k in range(6)]
 POISONS = [float("nan"), 3e4]
 

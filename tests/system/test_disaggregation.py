@@ -61,12 +61,16 @@ def test_d_computes_generated_tokens_only_and_receives_missing_blocks_only(
     assert second["computed by D"] - first["computed by D"] == 9
 
 
-def test_the_configured_transport_is_in_use(stack: Stack) -> None:
+def test_the_configured_transport_is_in_use(stack: Stack, prompts: list[list[int]]) -> None:
+    """Over UCX on one host the decode node copies out of the prefill node's pool."""
     wanted = stack.transport  # type: ignore[attr-defined]
+    stack.complete(prompts[0], 2)
     for role in ("prefill", "decode"):
         for metrics in stack.node_metrics(role):
             schemes = {name.split("scheme=")[1].split(",")[0] for name in metrics if "kv_transport_info" in name}
             assert schemes == {wanted}
+            lanes = [name.split("transport=")[1] for name in metrics if "kv_peer_transport_info" in name]
+            assert [name.startswith("mapped+") for name in lanes] == [wanted == "ucx"]
 
 
 def test_a_request_that_ends_at_token_0_never_runs_on_d(
