@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,14 @@ from torch import Tensor
 
 from engine.step import BlockCopy
 from kernels.reference import KeyOrder, kv_views
+from kvtransfer.device_pool import DevicePool
 from kvtransfer.layout import DIM_MAJOR, TOKEN_MAJOR, BlockLayout
 from kvtransfer.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LINE_BYTES: Final = 64  # of `DevicePool.read`
 _KEY_ORDERS: Final[dict[str, KeyOrder]] = {TOKEN_MAJOR: "token_major", DIM_MAJOR: "dim_major"}
 
 
@@ -34,10 +36,12 @@ class KVCache:
     ``keys`` and ``values`` are views ``[num_blocks, num_layers, num_kv_heads, block_size, head_dim]``, whatever the
     layout's ``key_order``: with ``dim_major`` keys lie as ``[head_dim, block_size]`` inside ``pool``.
 
-    ``memory`` is what other processes on this host may map the pool by, or None.
+    ``memory`` is what other processes on this host may map the pool by, or None. ``device`` is what the transfer must
+    know if the pool is not in host memory.
     """
 
     memory: SharedMemory | None = None
+    device: DevicePool | None = None
 
     def __init__(self, layout: BlockLayout, num_blocks: int, *, shared: bool = False) -> None:
         """Takes address space only; memory is taken block by block as it is first written.
@@ -55,12 +59,6 @@ class KVCache:
     def as_bytes(self) -> npt.NDArray[np.uint8]:
         """The same memory as uint8 ``[num_blocks, block_bytes]``; writes show on both sides."""
         return _bytes(self.pool)
-
-    def to_host(self, block_ids: Sequence[int]) -> None:
-        """Have these blocks of the pool in :meth:`as_bytes`. The steps that wrote them are done."""
-
-    def from_host(self, block_ids: Sequence[int]) -> None:
-        """Have these blocks of :meth:`as_bytes` in the pool, for all steps from now on."""
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copy whole blocks within the pool, between two steps."""
@@ -89,46 +87,73 @@ class KVCache:
 
 
 class DeviceKVCache(KVCache):
-    """A pool on a GPU, and as much pinned host memory, where blocks stop on their way to and from the transfer.
+    """A pool on a GPU, and as much pinned host memory: its twin, for transports that know host memory only.
 
-    The transport knows host memory only. Blocks that are sent or received cross the bus once more than with a
-    transport that reads a GPU itself.
+    It is its own `kvtransfer.device_pool.DevicePool`.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
         """Takes all of the memory at once, on both sides. Raises torch's OutOfMemoryError and RuntimeError."""
-        self._device = device
+        self._where = device
         super().__init__(layout, num_blocks)
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros(self.pool.shape, dtype=self.pool.dtype, pin_memory=on_gpu)
-        # Of its own: what is sent must not wait for the step that runs meanwhile.
-        self._sending = torch.cuda.Stream(device) if on_gpu else None
+        self.device = self
+        self._on_gpu = device.type == "cuda"
+        self._host = torch.zeros(self.pool.shape, dtype=self.pool.dtype, pin_memory=self._on_gpu)
+        self._blocks = self.pool.view(num_blocks, -1).view(torch.uint8)
+        # Of their own: what is sent must not wait for the step that runs meanwhile. One is the owner's thread's, the
+        # other the transport's.
+        self._sending = torch.cuda.Stream(device) if self._on_gpu else None
+        self._reading = torch.cuda.Stream(device) if self._on_gpu else None
 
     def as_bytes(self) -> npt.NDArray[np.uint8]:
-        """The host's side as uint8 ``[num_blocks, block_bytes]``."""
+        """The twin as uint8 ``[num_blocks, block_bytes]``."""
         return _bytes(self._host)
 
+    def row(self, block_id: int) -> Any:
+        """See `kvtransfer.device_pool.DevicePool`."""
+        row = self._blocks[block_id]
+        return row if self._on_gpu else row.numpy()
+
+    def read(self, block_ids: Sequence[int], lines: npt.NDArray[np.intp] | None) -> npt.NDArray[Any]:
+        """See `kvtransfer.device_pool.DevicePool`."""
+        with torch.cuda.stream(self._reading):
+            blocks = torch.tensor(block_ids, device=self._where)
+            if lines is None:
+                return self._blocks[blocks].cpu().numpy()
+            in_lines = self._blocks.view(self.num_blocks, -1, _LINE_BYTES)
+            return in_lines[blocks[:, None], torch.from_numpy(lines).to(self._where)].cpu().numpy()
+
     def to_host(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of the pool to the host's side, and wait for it."""
+        """See `kvtransfer.device_pool.DevicePool`."""
         with torch.cuda.stream(self._sending):
             for block_id in block_ids:
                 self._host[block_id].copy_(self.pool[block_id], non_blocking=True)
-        if self._sending is not None:
-            self._sending.synchronize()
+        self._settle()
 
     def from_host(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of the host's side into the pool, after the running step and before the next."""
+        """See `kvtransfer.device_pool.DevicePool`: after the running step and before the next."""
         for block_id in block_ids:
             self.pool[block_id].copy_(self._host[block_id], non_blocking=True)
+
+    def use_here(self) -> None:
+        """See `kvtransfer.device_pool.DevicePool`: UCX looks for the context that is current on its thread."""
+        if self._on_gpu:
+            torch.cuda.set_device(self._where)
+            torch.cuda.current_stream().synchronize()
 
     def zero_tail(self, block_id: int, from_offset: int) -> None:
         """See :class:`KVCache`."""
         with torch.cuda.stream(self._sending):
             super().zero_tail(block_id, from_offset)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._sending is not None:
+            self._sending.synchronize()
 
     def _allocate(self) -> Tensor:
         layout = self.layout
-        return torch.zeros(self.num_blocks, *layout.block_shape, dtype=TORCH_DTYPES[layout.dtype], device=self._device)
+        return torch.zeros(self.num_blocks, *layout.block_shape, dtype=TORCH_DTYPES[layout.dtype], device=self._where)
 
 
 def kv_cache(layout: BlockLayout, num_blocks: int, device: torch.device, *, shared: bool = False) -> KVCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -37,7 +37,6 @@ from engine.step import FailedSequence, StepPlan, StepResult
 from kvtransfer.errors import KVTransferError, PlaneBrokenError
 from kvtransfer.events import PushFailed, ReceiveFailed, Withdrawn
 from kvtransfer.plane import KVPlane
-from kvtransfer.regroup import source_blocks
 
 log = logging.getLogger(__name__)
 
@@ -59,18 +58,10 @@ class Runner(Protocol):
 
 
 class BlockMemory(Protocol):
-    """The bytes of the KV pool, which the transfer may see in another memory than the runner."""
+    """The bytes of the KV pool."""
 
     def zero_tail(self, block_id: int, from_offset: int) -> None:
         """Zero the token slots of a block from ``from_offset`` on."""
-        ...
-
-    def to_host(self, block_ids: Sequence[int]) -> None:
-        """Show the transfer what finished steps have written into these blocks."""
-        ...
-
-    def from_host(self, block_ids: Sequence[int]) -> None:
-        """Show the next step what the transfer has written into these blocks."""
         ...
 
 
@@ -82,7 +73,6 @@ class NodeLoop:
         self._memory = memory
         self._channel = channel
         self._parts: tuple[NodeState, KVPlane] | None = None
-        self._expected: dict[int, list[int]] = {}  # the blocks of open tickets
         self._loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
         self._transfer_news = asyncio.Event()
@@ -117,8 +107,6 @@ class NodeLoop:
             await self._transfer_news.wait()
             self._transfer_news.clear()
             for event in plane.poll():
-                if isinstance(event, Withdrawn):
-                    self._expected.pop(event.ticket_id, None)
                 self._take_in(TransferProgress(event))
 
     async def _tick(self, state: NodeState, plane: KVPlane) -> None:
@@ -176,14 +164,11 @@ class NodeLoop:
             case Push(ticket, items, zero_tail):
                 if zero_tail is not None:
                     self._memory.zero_tail(*zero_tail)
-                self._memory.to_host(source_blocks(source for _index, source in items))
                 plane.push(ticket, items)
             case Expect(ticket_id, handles, sender):
                 plane.expect(ticket_id, handles, sender=(sender.id, sender.epoch))
-                self._expected[ticket_id] = [handle.block_id for handle in handles]
             case CompleteTransfer(ticket_id):
                 plane.complete(ticket_id)
-                self._memory.from_host(self._expected.pop(ticket_id))
             case FinishPush(ticket_id):
                 plane.finish_push(ticket_id)
             case CancelPush(ticket_id):

@@ -101,6 +101,7 @@ async def run_node(config: NodeConfig, role: Role, build_state: Callable[[NodePa
             layout=engine.cache.layout,
             require=config.require_transport,
             memory=engine.cache.memory,
+            device=engine.cache.device,
         )
         stack.push_async_callback(asyncio.to_thread, plane.close)
         parts = NodeParts(config, pool, plane, channel.party, engine.fingerprint, engine.max_model_len)

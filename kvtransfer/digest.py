@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtransfer.device_pool import DevicePool
+
 DigestMode = Literal["off", "sampled", "full"]
 DIGEST_MODES: Final[tuple[DigestMode, ...]] = get_args(DigestMode)
 
@@ -93,6 +95,26 @@ def _sampled_lines(num_lines: int) -> tuple[npt.NDArray[np.intp], ...]:
     return tuple(phases)
 
 
+class Books:
+    """What digests came to. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.failures = 0
+        self.seconds = 0.0
+
+    def failed(self) -> None:
+        """A block that landed does not hold what was sent."""
+        with self._lock:
+            self.failures += 1
+
+    def spent(self, began: float) -> None:
+        """A digest was begun then, by `time.perf_counter`."""
+        spent = time.perf_counter() - began
+        with self._lock:
+            self.seconds += spent
+
+
 class Digester:
     """Takes the digests of one pool and keeps the books on it. ``mode`` is what this pool's receiver asks for.
 
@@ -101,25 +123,23 @@ class Digester:
 
     def __init__(self, pool: npt.NDArray[np.uint8], mode: DigestMode) -> None:
         self.mode: DigestMode = mode
+        self.books = Books()
         self._pool = pool
         block_bytes = pool.shape[1]
         # Made once: cutting a block into lines takes longer than reading the samples.
         self._lines = _lines(pool).reshape(len(pool), -1, _LINE_BYTES // 8) if _is_sampled(block_bytes) else None
         self._phases = _sampled_lines(block_bytes // _LINE_BYTES) if self._lines is not None else ()
         self._sampled = np.stack(self._phases) if self._phases else _NOTHING
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._seconds = 0.0
 
     @property
     def failures(self) -> int:
         """Blocks that landed and did not hold what was sent."""
-        return self._failures
+        return self.books.failures
 
     @property
     def seconds(self) -> float:
         """Spent on digests, sending and receiving."""
-        return self._seconds
+        return self.books.seconds
 
     def take(self, block_id: int, identity: BlockIdentity, mode: DigestMode) -> int:
         """The digest of a local block, for a receiver that asks for ``mode``."""
@@ -131,7 +151,7 @@ class Digester:
             digest = xxhash.xxh3_64_intdigest(sample, _seed(identity))
         else:
             digest = block_digest(self._pool[block_id], identity, mode)
-        self._spent(began)
+        self.books.spent(began)
         return digest
 
     def take_of(self, block: Block, identity: BlockIdentity, mode: DigestMode) -> int:
@@ -140,7 +160,7 @@ class Digester:
             return 0
         began = time.perf_counter()
         digest = block_digest(block, identity, mode)
-        self._spent(began)
+        self.books.spent(began)
         return digest
 
     def take_all(self, blocks: Sequence[tuple[int, BlockIdentity]], mode: DigestMode) -> list[int]:
@@ -152,7 +172,7 @@ class Digester:
             digests = self._sample(blocks, self._lines)
         else:
             digests = [block_digest(self._pool[block_id], identity, mode) for block_id, identity in blocks]
-        self._spent(began)
+        self.books.spent(began)
         return digests
 
     def _sample(self, blocks: Sequence[tuple[int, BlockIdentity]], lines: npt.NDArray[np.uint64]) -> list[int]:
@@ -169,11 +189,34 @@ class Digester:
         """Whether a block that landed holds what its sender says. A block that came without a digest does not."""
         if self.mode == "off" or (digest is not None and digest == self.take(block_id, identity, self.mode)):
             return True
-        with self._lock:
-            self._failures += 1
+        self.books.failed()
         return False
 
-    def _spent(self, began: float) -> None:
-        spent = time.perf_counter() - began
-        with self._lock:
-            self._seconds += spent
+
+class DeviceDigester(Digester):
+    """The same digests of a pool on a GPU. ``host`` is the digester of its twin, which keeps the books on both."""
+
+    def __init__(self, twin: npt.NDArray[np.uint8], host: Digester, device: DevicePool) -> None:
+        super().__init__(twin, host.mode)
+        self.books = host.books
+        self._device = device
+
+    def take(self, block_id: int, identity: BlockIdentity, mode: DigestMode) -> int:
+        """See `Digester`."""
+        return self.take_all([(block_id, identity)], mode)[0]
+
+    def take_all(self, blocks: Sequence[tuple[int, BlockIdentity]], mode: DigestMode) -> list[int]:
+        """See `Digester`. One copy from the GPU for all."""
+        if mode == "off" or not blocks:
+            return [0] * len(blocks)
+        began = time.perf_counter()
+        lines = None
+        if mode == "sampled" and self._lines is not None:
+            lines = np.stack([self._phases[identity.index % _NUM_PHASES] for _, identity in blocks])
+        copies = self._device.read([block_id for block_id, _ in blocks], lines)
+        digests = [
+            xxhash.xxh3_64_intdigest(np.ascontiguousarray(copy).data, _seed(identity))
+            for copy, (_, identity) in zip(copies, blocks, strict=True)
+        ]
+        self.books.spent(began)
+        return digests

@@ -26,7 +26,7 @@ from kvtransfer.errors import LayoutMismatchError, PeerUnreachableError, PlaneBr
 from kvtransfer.events import Event
 from kvtransfer.layout import WIRE_VERSION
 from kvtransfer.meter import TransferStats
-from kvtransfer.regroup import Source, TokenRun
+from kvtransfer.regroup import Source, TokenRun, source_blocks
 from kvtransfer.road import Road, RoadContext
 from kvtransfer.routes import Route
 from kvtransfer.ticket import BlockHandle, Hello, PeerId, TransferTicket
@@ -150,6 +150,8 @@ class KVPlane:
             raise
         road = self._roads[scheme]
         road.check_address(hello.addresses[scheme])
+        if self._context.device is not None and (runs or not road.on_device):
+            self._context.device.to_host(source_blocks(source for _index, source in items))
         push = self._context.sends.submit(ticket, scheme, items)
         if push.queue:
             road.start(push)
@@ -177,8 +179,13 @@ class KVPlane:
                 road.settle(ticket_id)
 
     def complete(self, ticket_id: int) -> None:
-        """Receiver: all blocks arrived, the caller has them. No event. Raises `TicketError` if one is missing."""
-        self._context.receives.complete(ticket_id)
+        """Receiver: all blocks arrived, the caller has them. No event. Raises `TicketError` if one is missing.
+
+        A device's pool has them from its next step on.
+        """
+        in_host = self._context.receives.complete(ticket_id)
+        if self._context.device is not None:
+            self._context.device.from_host(in_host)
 
     def peer_dead(self, node_id: str, epoch: int) -> None:
         """This life of the node is over: refuse it from now on, whatever still comes from it.

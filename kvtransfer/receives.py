@@ -48,6 +48,7 @@ class _Ticket:
     sender: PeerId | None
     session: ReceiveSession
     arrived: set[int] = field(default_factory=set)
+    on_device: set[int] = field(default_factory=set)
     claims: dict[int, Claim] = field(default_factory=dict)
     introduced: dict[PeerId, dict[int, int]] = field(default_factory=dict)
 
@@ -172,10 +173,11 @@ class ReceiveLedger:
         ticket.session.claimed(self._meter.now())
         return claim
 
-    def landed(self, claims: Iterable[Claim], *, wake: bool = True) -> None:
+    def landed(self, claims: Iterable[Claim], *, wake: bool = True, on_device: bool = False) -> None:
         """The blocks are complete. Emits `BlocksArrived`, or `Withdrawn` if that was all a withdrawal waited for.
 
-        Without ``wake`` the caller wakes the event box himself, once more blocks have landed.
+        Without ``wake`` the caller wakes the event box himself, once more blocks have landed. ``on_device``: not in
+        the pool, but in the device's.
         """
         arrived: dict[int, list[int]] = {}
         with self._lock:
@@ -186,6 +188,8 @@ class ReceiveLedger:
                     self._finish_withdrawal(claim.ticket_id, ticket)
                 else:
                     ticket.arrived.add(claim.index)
+                    if on_device:
+                        ticket.on_device.add(claim.index)
                     arrived.setdefault(claim.ticket_id, []).append(claim.index)
             self._events.put(*(BlocksArrived(ticket_id, tuple(indexes)) for ticket_id, indexes in arrived.items()))
         if wake:
@@ -258,17 +262,22 @@ class ReceiveLedger:
         with self._lock:
             return {number for number, ticket in self._tickets.items() if not ticket.withdrawing}
 
-    def complete(self, ticket_id: int) -> None:
-        """Forget a ticket all of whose blocks arrived. Raises `TicketError` if one is missing; unknown is fine."""
+    def complete(self, ticket_id: int) -> list[int]:
+        """Forget a ticket all of whose blocks arrived. Returns those that are in the pool, and not in the device's.
+
+        Raises `TicketError` if one is missing; unknown is fine.
+        """
         with self._lock:
             ticket = self._tickets.get(ticket_id)
             if ticket is None:
-                return
+                return []
             missing = len(ticket.handles) - len(ticket.arrived)
             if missing or ticket.withdrawing:
                 raise TicketError(f"ticket {ticket_id} is not complete: {missing} blocks missing")
             ticket.session.complete(self._meter.now())
             self._forget(ticket_id, ticket)
+            handles = enumerate(ticket.handles)
+            return [handle.block_id for index, handle in handles if index not in ticket.on_device]
 
     def overdue(self, now: float) -> set[PeerId]:
         """Peers whose blocks have kept an unwanted ticket from ending for too long. Each ticket is reported once."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtransfer.dead import DeadPeers
-from kvtransfer.digest import BlockIdentity, Digester
+from kvtransfer.device_pool import DevicePool
+from kvtransfer.digest import BlockIdentity, DeviceDigester, Digester
 from kvtransfer.events import EventBox
 from kvtransfer.meter import TransferMeter
 from kvtransfer.receives import Claim, ReceiveLedger
@@ -39,7 +40,8 @@ _STAGED_BYTES: Final = 16 << 20
 class RoadContext:
     """What every road of a plane works with. ``pool`` is ``[num_blocks, block_bytes]`` and is borrowed.
 
-    It begins at the start of ``memory``, if others may map it.
+    It begins at the start of ``memory``, if others may map it, and is the twin of a ``device`` pool, if there is one.
+    A road that is ``on_device`` moves the device's blocks instead.
     """
 
     pool: Pool
@@ -56,10 +58,22 @@ class RoadContext:
     routes: Routes
     regrouper: Regrouper | None = None
     memory: SharedMemory | None = None
+    device: DevicePool | None = None
+    on_device: bool = False
 
     @property
     def block_bytes(self) -> int:
         return int(self.pool.shape[1])
+
+    def to_device(self) -> RoadContext:
+        """The same for a road that takes the device's blocks as they are."""
+        if self.device is None:
+            raise RuntimeError("there is no device")
+        return replace(self, on_device=True, digester=DeviceDigester(self.pool, self.digester, self.device))
+
+    def block(self, block_id: int) -> Any:
+        """A block of ours, as the transport reads and writes it."""
+        return self.device.row(block_id) if self.on_device and self.device is not None else self.pool[block_id]
 
     def seal(self, push: Push, limit: int | None = None) -> None:
         """Sender: take the digest of every block that waits (or of the next ``limit``): it was final when pushed.
@@ -95,7 +109,7 @@ class RoadContext:
         """
         good = [claim for claim in claims if self.check(claim)]
         if good:
-            self.receives.landed(good, wake=wake)
+            self.receives.landed(good, wake=wake, on_device=self.on_device)
 
     def check(self, claim: Claim) -> bool:
         """Receiver: whether the block that has landed holds what its sender says. One that does not is abandoned."""
@@ -129,11 +143,12 @@ def _identity(push: Push, item: PushItem) -> BlockIdentity:
 class Road(ABC):
     """One transport of one plane. Its methods are called from the owner's thread and never wait for a peer.
 
-    One that posts what `RoadContext.outgoing` gives, and not rows of the pool, says so: it ``regroups``.
-    ``failure`` is what ended it, if that was not `close`.
+    One that posts what `RoadContext.outgoing` gives, and not rows of the pool, says so: it ``regroups``. One that moves
+    the blocks of a GPU as they are is ``on_device``. ``failure`` is what ended it, if that was not `close`.
     """
 
     regroups: bool = False
+    on_device: bool = False
     failure: Exception | None = None
 
     @abstractmethod

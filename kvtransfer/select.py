@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from kvtransfer.dead import DeadPeers
+from kvtransfer.device_pool import DevicePool
 from kvtransfer.digest import Digester, DigestMode
 from kvtransfer.errors import LayoutError, TransportUnavailableError
 from kvtransfer.events import EventBox
@@ -69,6 +70,7 @@ def open_plane(
     layout: BlockLayout | None = None,
     require: TransportKind | None = None,
     memory: SharedMemory | None = None,
+    device: DevicePool | None = None,
 ) -> KVPlane:
     """Open a plane that offers these schemes.
 
@@ -79,22 +81,14 @@ def open_plane(
     With its ``layout`` the plane also sends to pools whose blocks hold another number of tokens.
     With ``require`` no block goes over anything else: schemes that cannot be that are not offered, and a connection
     that comes out on something else is refused. A pool that lies at the start of ``memory`` is read there by receivers
-    on the same host, which is quicker.
+    on the same host, which is quicker. With a ``device`` blocks are moved from and to that, as they are or by way of
+    ``pool``, its twin: they must be there when they are pushed, and are there when their ticket is complete.
 
     Raises `LayoutError` for an unfit pool, `TransportUnavailableError` for a scheme that is unknown, whose
     library is missing, or that cannot bind, and if none can be what is required.
     """
-    if not schemes:
-        raise TransportUnavailableError("a plane needs at least one scheme")
-    for scheme in schemes:
-        if scheme not in _ROADS:
-            raise TransportUnavailableError(f"unknown scheme {scheme!r}; one of {', '.join(SCHEMES)}")
-    if {"ucx", "nixl"} <= set(schemes):
-        raise TransportUnavailableError("ucx and nixl exclude each other: each brings its own UCX into the process")
     _check_pool(pool, memory)
-    able = [scheme for scheme in schemes if can_satisfy(scheme, require)]
-    if not able:
-        raise TransportUnavailableError(f"{require} is required, and {' and '.join(schemes)} can never be that")
+    able = _able(schemes, require)
     me = Identity(*identity)
     events = EventBox(wakeup)
     dead = DeadPeers()
@@ -115,8 +109,23 @@ def open_plane(
         routes=Routes(require),
         regrouper=None if layout is None else Regrouper(pool, layout),
         memory=memory,
+        device=device,
     )
     return KVPlane(context, {scheme: _ROADS[scheme] for scheme in able})
+
+
+def _able(schemes: Sequence[str], require: TransportKind | None) -> list[str]:
+    if not schemes:
+        raise TransportUnavailableError("a plane needs at least one scheme")
+    for scheme in schemes:
+        if scheme not in _ROADS:
+            raise TransportUnavailableError(f"unknown scheme {scheme!r}; one of {', '.join(SCHEMES)}")
+    if {"ucx", "nixl"} <= set(schemes):
+        raise TransportUnavailableError("ucx and nixl exclude each other: each brings its own UCX into the process")
+    able = [scheme for scheme in schemes if can_satisfy(scheme, require)]
+    if not able:
+        raise TransportUnavailableError(f"{require} is required, and {' and '.join(schemes)} can never be that")
+    return able
 
 
 def _check_pool(pool: Pool, memory: SharedMemory | None) -> None:

@@ -36,18 +36,36 @@ _LANE: Final = re.compile(r"lane\[\d+\]:\s+\d+:(\w+)/[^\n]*?->\s*\S+(?:\s+seg\s+
 _IDLE_USES: Final = frozenset({"keepalive", "wireup", "cm"})
 
 
+# From ucp.h and memory_type.h: a field to ask for, and the bit of the answer that counts.
+_MEMORY_TYPES_FIELD: Final = 1 << 2
+_CUDA_MEMORY: Final = 1 << 1
+
+
+class _ContextAttr(ctypes.Structure):
+    """The beginning of ucp_context_attr_t, and room for the rest: UCX writes only what it is asked for."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("request_size", ctypes.c_size_t),
+        ("thread_mode", ctypes.c_int),
+        ("memory_types", ctypes.c_uint64),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
 class UcxError(KVTransferError):
     """What ucxx reported, as text."""
 
 
 @dataclass(frozen=True)
 class _Vendor:
-    """The parts of ucxx we use, and the two calls of libucp that ucxx does not offer."""
+    """The parts of ucxx we use, and the calls of libucp that ucxx does not offer."""
 
     api: Any
     array: Any
     destroy_worker: Callable[[int], None]
     print_endpoint: Callable[[int, int], None]
+    query_context: Callable[[int, Any], int]
 
 
 _vendor: _Vendor | None = None
@@ -62,7 +80,7 @@ def load() -> _Vendor:
             import ucxx._lib.libucxx as api
             from ucxx._lib.arr import Array
 
-            # Loaded already by ucxx, under this name; asked for only to reach two functions.
+            # Loaded already by ucxx, under this name; asked for only to reach a few functions.
             libucp = ctypes.CDLL("libucp.so.0", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         except (ImportError, OSError) as error:
             raise TransportUnavailableError(f"scheme ucx needs the ucxx package: {error}") from error
@@ -70,7 +88,10 @@ def load() -> _Vendor:
         libucp.ucp_worker_destroy.restype = None
         libucp.ucp_ep_print_info.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         libucp.ucp_ep_print_info.restype = None
-        _vendor = _Vendor(api, Array, libucp.ucp_worker_destroy, libucp.ucp_ep_print_info)
+        libucp.ucp_context_query.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        libucp.ucp_context_query.restype = ctypes.c_int
+        functions = (libucp.ucp_worker_destroy, libucp.ucp_ep_print_info, libucp.ucp_context_query)
+        _vendor = _Vendor(api, Array, *functions)
     return _vendor
 
 
@@ -88,21 +109,22 @@ class Prepared:
 
     __slots__ = ("array",)
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Any) -> None:
+        """``buffer`` offers its memory as numpy arrays do, or a GPU's by ``__cuda_array_interface__``."""
         self.array = load().array(buffer)
 
 
 class Blocks:
-    """The blocks of a pool, each prepared when it is first used."""
+    """The blocks of a pool, in host memory or on a GPU, each prepared when it is first used."""
 
-    def __init__(self, pool: Buffer) -> None:
-        self._pool = pool
-        self._prepared: list[Prepared | None] = [None] * len(pool)
+    def __init__(self, num_blocks: int, block: Callable[[int], Any]) -> None:
+        self._block = block
+        self._prepared: list[Prepared | None] = [None] * num_blocks
 
     def __getitem__(self, block_id: int) -> Prepared:
         found = self._prepared[block_id]
         if found is None:
-            found = self._prepared[block_id] = Prepared(self._pool[block_id])
+            found = self._prepared[block_id] = Prepared(self._block(block_id))
         return found
 
 
@@ -208,6 +230,13 @@ class Context:
             self.raw = api.UCXContext(options, (api.Feature.TAG, api.Feature.WAKEUP))
         except _errors() as error:
             raise TransportUnavailableError(f"UCX cannot start: {error}") from error
+
+    @property
+    def knows_cuda(self) -> bool:
+        """Whether this UCX moves a GPU's memory on this host. ucxx only says whether its settings would let it."""
+        asked = _ContextAttr(field_mask=_MEMORY_TYPES_FIELD)
+        failed = load().query_context(self.raw.handle, ctypes.byref(asked))
+        return not failed and bool(asked.memory_types & _CUDA_MEMORY)
 
 
 class Worker:

@@ -72,7 +72,7 @@ class Intake:
         self._serving: set[int] = set()
         self._retired_until = 0.0
         self._void = np.zeros(1, np.uint8)
-        self._blocks = Blocks(context.pool)
+        self._blocks = Blocks(len(context.pool), context.block)
 
     @property
     def busy(self) -> bool:

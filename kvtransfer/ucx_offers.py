@@ -106,7 +106,8 @@ class PeerMemories:
         self._pools.clear()
 
     def _map(self, name: MemoryName | None) -> Pool | None:
-        memory = None if name is None else map_peer(name)
+        # A GPU's blocks do not lie in our pool: they are sent.
+        memory = None if name is None or self._context.on_device else map_peer(name)
         if memory is None:
             return None
         size = self._context.block_bytes

@@ -60,7 +60,7 @@ class Link:
         self._introducing: list[Request] = []
         # Offered in vain: to be sent.
         self._again: deque[tuple[Push, PushItem]] = deque()
-        self._blocks = Blocks(context.pool)
+        self._blocks = Blocks(len(context.pool), context.block)
         self._unpaced = False
         self.transports = self._endpoint.transports()
         self._offers = Offers(wanted=context.memory is not None and satisfies(self.transports, "shm"))

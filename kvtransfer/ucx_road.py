@@ -40,8 +40,12 @@ class UcxRoad(Road):
     regroups = True
 
     def __init__(self, context: RoadContext) -> None:
-        self._context = context
         self._ucx = Context(loopback_only=is_loopback(context))
+        if context.device is not None:
+            self.on_device = self._ucx.knows_cuda
+            where = "as they are" if self.on_device else "through host memory: UCX knows no GPU here"
+            logger.info("blocks of the GPU's pool go %s", where)
+        self._context = context = context.to_device() if self.on_device else context
         self._sender = Sender(self._ucx, context)
         self._old_senders: list[Sender] = []
         self._intake = Intake(self._ucx, context)
@@ -97,6 +101,8 @@ class UcxRoad(Road):
 
     def _run(self) -> None:
         try:
+            if self.on_device and self._context.device is not None:
+                self._context.device.use_here()
             while not self._may_stop():
                 self._turn()
                 self._sleep()

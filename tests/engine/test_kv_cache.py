@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -89,6 +90,22 @@ def test_a_device_and_its_host_side_see_what_is_copied() -> None:
     assert not sender.as_bytes()[[0, 2, 3, 5]].any()
 
 
+def test_what_a_transport_reads_of_a_device() -> None:
+    layout = BlockLayout("float32", 16, 2, 3, 8)
+    cache = DeviceKVCache(layout, 5, torch.device("cpu"))
+    cache.pool.copy_(torch.randn(cache.pool.shape))
+    blocks = cache.pool.view(5, -1).view(torch.uint8).numpy()
+    assert cache.device is cache
+    assert (cache.row(3) == blocks[3]).all()
+    cache.row(2)[:] = 9
+    assert (blocks[2] == 9).all()
+    assert (cache.read([4, 0], None) == blocks[[4, 0]]).all()
+    lines = np.array([[0, 7, 5], [1, 1, 2]])
+    found = cache.read([4, 0], lines)
+    expected = np.stack([blocks[block].reshape(-1, 64)[each] for block, each in zip((4, 0), lines, strict=True)])
+    assert (found == expected).all()
+
+
 def test_on_the_cpu_there_is_one_side_only() -> None:
     assert type(kv_cache(BlockLayout("float32", 16, 2, 3, 8), 3, torch.device("cpu"))) is KVCache
 
@@ -97,6 +114,7 @@ def test_on_the_cpu_there_is_one_side_only() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_blocks_go_to_a_gpu_and_come_back() -> None:
     cache = kv_cache(BlockLayout("float32", 16, 2, 3, 8), 3, torch.device("cuda"))
+    assert isinstance(cache, DeviceKVCache)
     cache.as_bytes()[1] = 7
     cache.from_host([1])
     cache.copy_blocks([BlockCopy(1, 2)])

@@ -68,7 +68,13 @@ class Node:
         identity = (name, 1, LAYOUT.fingerprint("weights", "tag"))
         wakeup = self.loop.wake_for_transfer
         self.plane: KVPlane = open_plane(
-            ("inproc",), self.cache.as_bytes(), identity, secret=None, wakeup=wakeup, layout=layout
+            ("inproc",),
+            self.cache.as_bytes(),
+            identity,
+            secret=None,
+            wakeup=wakeup,
+            layout=layout,
+            device=self.cache.device,
         )
 
 

@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-from kvtransfer.digest import DigestMode
+from kvtransfer import ucx
+from kvtransfer.digest import Digester, DigestMode
 from kvtransfer.events import BlocksArrived, BlocksSent, Event
 from kvtransfer.layout import BlockLayout
+from kvtransfer.plane import KVPlane
 from kvtransfer.routes import TransportKind
 from kvtransfer.select import open_plane
 from kvtransfer.shared_memory import SharedMemory
@@ -26,10 +30,48 @@ from kvtransfer.vendor import leave
 ENV_SCHEME = "BATON_TEST_KV_SCHEME"
 # A pool that receivers copy from themselves, and one that is offered in vain.
 MAPPED, UNREADABLE = "ucx-mapped", "ucx-unreadable"
-SCHEMES = ("nixl",) if os.environ.get(ENV_SCHEME) == "nixl" else ("inproc", "tcp", "ucx", MAPPED, UNREADABLE)
+# A GPU's pool whose blocks UCX takes as they are. Host memory plays the GPU: UCX finds out by itself what it is.
+DIRECT = "ucx-direct"
+SCHEMES = ("nixl",) if os.environ.get(ENV_SCHEME) == "nixl" else ("inproc", "tcp", "ucx", MAPPED, UNREADABLE, DIRECT)
 DEADLINE_S = 20.0
 FINGERPRINT = "layout-a"
 SECRET = b"shared by all nodes"
+
+
+class Row:
+    """What a tensor on a GPU shows of itself."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        data = (array.ctypes.data, False)
+        self.__cuda_array_interface__ = {"shape": array.shape, "typestr": "|u1", "data": data, "version": 3}
+
+
+class PlayedGpu:
+    """A `DevicePool` in host memory. ``staged`` lists the blocks that went by way of the twin."""
+
+    def __init__(self, pool: np.ndarray, twin: np.ndarray) -> None:
+        self.pool, self.twin = pool, twin
+        self.staged: list[int] = []
+
+    def row(self, block_id: int) -> Row:
+        return Row(self.pool[block_id])
+
+    def read(self, block_ids: Sequence[int], lines: np.ndarray | None) -> np.ndarray:
+        blocks = self.pool[list(block_ids)]
+        if lines is None:
+            return blocks
+        return np.take_along_axis(blocks.reshape(len(blocks), -1, 64), lines[:, :, None], axis=1)
+
+    def to_host(self, block_ids: Sequence[int]) -> None:
+        self.staged += block_ids
+        self.twin[list(block_ids)] = self.pool[list(block_ids)]
+
+    def from_host(self, block_ids: Sequence[int]) -> None:
+        self.staged += block_ids
+        self.pool[list(block_ids)] = self.twin[list(block_ids)]
+
+    def use_here(self) -> None:
+        pass
 
 
 class Node:
@@ -49,6 +91,7 @@ class Node:
         digest: DigestMode = "full",
         layout: BlockLayout | None = None,
         require: TransportKind | None = None,
+        gpu: bool = False,
     ) -> None:
         self.id, self.epoch = node_id, epoch
         block_bytes = block_bytes if layout is None else layout.block_bytes
@@ -57,14 +100,20 @@ class Node:
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
         if self.memory is not None:
             self.pool = np.frombuffer(self.memory.buffer, np.uint8).reshape(self.pool.shape)
+        twin = self.pool
+        self.device: PlayedGpu | None = None
+        if gpu or names[0] == DIRECT:
+            self.pool = np.zeros_like(twin)
+            self.device = PlayedGpu(self.pool, twin)
         if seed is not None:
             self.pool[:] = np.random.default_rng(seed).integers(0, 256, self.pool.shape, np.uint8)
         self.seen: list[Event] = []
         self._ready = threading.Event()
         identity = (node_id, epoch, fingerprint)
-        self.plane = open_plane(
+        self.plane = _open(
+            names[0] == DIRECT,
             [name.partition("-")[0] for name in names],
-            self.pool,
+            twin,
             identity,
             secret=secret,
             wakeup=self._ready.set,
@@ -72,7 +121,12 @@ class Node:
             layout=layout,
             require=require,
             memory=self.memory,
+            device=self.device,
         )
+
+    def digesters(self) -> list[Digester]:
+        """Of all roads: one that takes a GPU's blocks as they are has its own."""
+        return [road._context.digester for road in self.plane._roads.values()]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Collect events until the condition holds; fails with what was seen at the deadline."""
@@ -121,6 +175,13 @@ class Node:
         listed = [index for event in events for index in event.indexes]
         assert len(listed) == len(set(listed)), "a block was reported twice"
         return set(listed)
+
+
+def _open(direct: bool, *arguments: Any, **options: Any) -> KVPlane:
+    if not direct:
+        return open_plane(*arguments, **options)
+    with patch.object(ucx.Context, "knows_cuda", True):
+        return open_plane(*arguments, **options)
 
 
 def shared_memory(num_bytes: int, scheme: str) -> SharedMemory | None:

@@ -26,7 +26,7 @@ def pair(nodes, scheme: str, digest: str, **options) -> tuple[Node, Node]:
 
 def damage_before_the_check(d: Node, monkeypatch: pytest.MonkeyPatch, victim: int, damage: Damage) -> None:
     """Between landing and check, on the transport's thread."""
-    digester = d.plane._context.digester
+    (digester,) = d.digesters()
     fits = digester.fits
 
     def damaged(block_id, identity, digest) -> bool:

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from kv_harness import MAPPED, UNREADABLE, Node, remote
+from kv_harness import DIRECT, MAPPED, UNREADABLE, Node, remote
 
 from kvtransfer.events import PushEnded, PushFailed, Withdrawn
 from kvtransfer.session import DRAIN_S
@@ -19,7 +19,7 @@ BIG = {"num_blocks": 64, "block_bytes": 1 << 20}
 HUGE = {"num_blocks": 6, "block_bytes": 24 << 20}
 
 
-@pytest.fixture(params=["tcp", "ucx", "ucx over tcp", MAPPED, UNREADABLE])
+@pytest.fixture(params=["tcp", "ucx", "ucx over tcp", MAPPED, UNREADABLE, DIRECT])
 def scheme(request, monkeypatch) -> str:
     if request.param == "ucx over tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")

@@ -7,7 +7,7 @@ import signal
 
 import numpy as np
 import pytest
-from kv_harness import MAPPED, SCHEMES, UNREADABLE, Node, remote
+from kv_harness import DIRECT, MAPPED, SCHEMES, UNREADABLE, Node, remote
 
 from kvtransfer.events import PeerLost, PushFailed, Withdrawn
 from kvtransfer.ticket import decode_ticket, encode_ticket
@@ -15,7 +15,7 @@ from kvtransfer.ticket import decode_ticket, encode_ticket
 # What `ROADS` of a scheme make UCX use.
 TLS = {"ucx over tcp": "tcp", "nixl over shm": "posix,sysv"}
 # Over shared memory the receiver reads a hung sender's memory; over TCP it waits, and has to be fenced.
-ROADS = ["nixl"] if "nixl" in SCHEMES else ["tcp", "ucx", "ucx over tcp", MAPPED, UNREADABLE]
+ROADS = ["nixl"] if "nixl" in SCHEMES else ["tcp", "ucx", "ucx over tcp", MAPPED, UNREADABLE, DIRECT]
 
 
 def choose(road: str, monkeypatch: pytest.MonkeyPatch) -> str:
