@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -156,6 +157,7 @@ async def cancel_many(
         for _ in range(4 * clients):
             await router.cancel_one()
         router.moments.clear()
+        gc.collect()  # descriptors of what ran in this process before are not ours
         threads, fds = _threads(), _num_fds()
         todo, began = iter(range(num_requests)), time.perf_counter()
 

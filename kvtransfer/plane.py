@@ -260,7 +260,7 @@ class KVPlane:
         self._end(flush=True)
 
     def abort(self) -> None:
-        """End now. Open pushes fail, open tickets are withdrawn; no thread, socket or fd is left, and nothing
+        """End now. Open pushes fail, open tickets are withdrawn; no thread, socket or fd is left, and nothing here
         reads or writes the pool any more. Idempotent, like `close`."""
         self._end(flush=False)
 

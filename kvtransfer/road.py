@@ -187,5 +187,5 @@ class Road(ABC):
     def close(self, *, flush: bool) -> None:
         """End the road and join its thread. ``flush`` first sends, for at most a few seconds, what is queued.
 
-        Afterwards nothing reads or writes the pool. Idempotent.
+        Afterwards nothing here reads or writes the pool. Idempotent.
         """

@@ -13,8 +13,10 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -24,6 +26,8 @@ _TOKEN_BYTES: Final = 16
 _NAME: Final = struct.Struct(f">IIQ{_TOKEN_BYTES}s")  # pid, fd, bytes, token
 # Linux has it, Python's fcntl not: nobody can map the memory writable from now on.
 _F_SEAL_FUTURE_WRITE: Final = 0x10
+# Taking pages out of a mapping takes 24 ms a GiB, and Python does it with the GIL held.
+_RELEASED_AT_ONCE: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,10 @@ class SharedMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where there is no such thing, or no address space for it."""
+        """Raises OSError where there is no such thing, or no room for it."""
+        if _is_counted_strictly():
+            # A file's pages are counted when they are written, too late for any answer but the end of the process.
+            raise OSError("vm.overcommit_memory is 2, which can only refuse private memory in time")
         token = secrets.token_bytes(_TOKEN_BYTES)
         fd = os.memfd_create("baton-kv-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, fd)
@@ -65,8 +72,33 @@ class SharedMemory:
         self.name = MemoryName(os.getpid(), fd, num_bytes, token)
 
 
-def map_peer(name: MemoryName) -> npt.NDArray[np.uint8] | None:
-    """A peer's memory, to be read only, as flat bytes; None if it is not on this host or may not be seen from here.
+class PeerMemory:
+    """A peer's memory, to be read only, as flat ``bytes``. Mapped as long as this object or a view of it lives."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+
+    def release(self) -> None:
+        """Make letting go of it quick; much memory on a thread of its own. Nobody reads it any more."""
+        if len(self._memory) > _RELEASED_AT_ONCE:
+            threading.Thread(target=_release, args=(self._memory,), name="kv-unmap", daemon=True).start()
+
+
+def _release(memory: mmap.mmap) -> None:
+    for start in range(0, len(memory), _RELEASED_AT_ONCE):
+        memory.madvise(mmap.MADV_DONTNEED, start, min(_RELEASED_AT_ONCE, len(memory) - start))
+
+
+def _is_counted_strictly() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
+
+
+def map_peer(name: MemoryName) -> PeerMemory | None:
+    """The memory that a peer named; None if it is not on this host or may not be seen from here.
 
     Processes see each other if they share the PID namespace and the user, as they must for UCX's own copies.
     """
@@ -86,10 +118,8 @@ def map_peer(name: MemoryName) -> npt.NDArray[np.uint8] | None:
             return None
         if not hmac.compare_digest(os.pread(fd, _TOKEN_BYTES, name.num_bytes), name.token):
             return None
-        memory = mmap.mmap(fd, name.num_bytes, prot=mmap.PROT_READ)
+        return PeerMemory(mmap.mmap(fd, name.num_bytes, prot=mmap.PROT_READ))
     except (OSError, ValueError, OverflowError):
         return None
     finally:
         os.close(fd)
-    view: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-    return view

@@ -7,35 +7,22 @@ of their blocks, in introductions; UCX keeps the order of messages of one endpoi
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Final
 
 import numpy as np
 
-from kvtransfer.errors import HelloError
 from kvtransfer.events import PeerLost
 from kvtransfer.receives import Claim
 from kvtransfer.road import RoadContext
-from kvtransfer.routes import Route
 from kvtransfer.ticket import INDEX_BITS, PeerId
-from kvtransfer.ucx import Blocks, Buffer, Context, Endpoint, Message, Request, UcxError, Worker
+from kvtransfer.ucx import Blocks, Buffer, Context, Message, Request, Worker
 from kvtransfer.ucx_offers import PeerMemories
-from kvtransfer.ucx_wire import (
-    INTRODUCTION_INDEX,
-    MAX_NOTE_BYTES,
-    REPLY_TICKET,
-    Introduced,
-    answer,
-    farewell,
-    open_address,
-    read_introduction,
-    seal_address,
-)
+from kvtransfer.ucx_senders import Senders
+from kvtransfer.ucx_wire import INTRODUCTION_INDEX, MAX_NOTE_BYTES, Introduced, Outcome, read_introduction, seal_address
 
 # A retired worker serves the tickets that know its address for so long at most.
 RETIRED_S: Final = 30.0
-_FAREWELL_S: Final = 0.5
 # The next blocks of an offer come so soon, or not at all.
 _NEXT_OFFER_S: Final = 0.001
 # Then the road's other workers have their turn, and the owner hears of what landed.
@@ -46,27 +33,23 @@ _INDEX_MASK: Final = (1 << INDEX_BITS) - 1
 class Intake:
     """Owned by the kv-io thread. Holds the claims of the blocks that are landing through its worker.
 
-    Towards each sender it holds a reply endpoint. UCX finds the sender's own connection for it and makes no
-    new one; a new one at the end could meet a peer that is ending too, and UCX 1.21 over TCP aborts the process
-    when a worker goes away while it is being connected to.
-
     Fence. A claim whose peer died, or whose receive ended with an error, is *doubtful*: UCX may still write the
     block. It is given back only after the worker is destroyed. To hurt nobody else, the road first retires the
     intake: new tickets get another worker, this one goes on until its last good ticket is over.
     """
 
-    def __init__(self, ucx: Context, context: RoadContext) -> None:
+    def __init__(self, ucx: Context, context: RoadContext, memories: PeerMemories) -> None:
+        """``memories`` are the road's: an intake that follows this one need not map them again."""
         self.worker = Worker(ucx)
         self.address = seal_address(context.secret, self.worker.address)
-        self._replies: dict[tuple[PeerId, bytes], Endpoint] = {}
+        self._senders = Senders(self.worker, context)
         self.retired = False
         self._context = context
         self._landing: list[tuple[Request, Claim]] = []
         self._dropping: list[Request] = []
         self._notes: list[tuple[Request, int, Buffer]] = []
         self._doubtful: list[tuple[Request, Claim]] = []
-        self._answers: list[Request] = []
-        self._memories = PeerMemories(context)
+        self._memories = memories
         self._num_offers = 0
         self._offered_s = 0.0
         self._serving: set[int] = set()
@@ -83,22 +66,27 @@ class Intake:
     def needs_fence(self) -> bool:
         return bool(self._doubtful)
 
-    def turn(self) -> None:
-        """Progress, decide on what arrived, report what landed; again while blocks land one right after the other."""
+    def turn(self) -> bool:
+        """Progress, decide on what arrived, report what landed; again while blocks land one right after the other.
+
+        Returns True if there is more to do: nothing will wake the road for that.
+        """
         until = time.monotonic() + _TURN_S
         while True:
             num_offers = self._num_offers
             self.worker.progress()
             while (message := self.worker.probe()) is not None:
                 self._decide(message)
+                if time.monotonic() > until:
+                    self._reap()
+                    return True
             moved = self._reap() or self._num_offers != num_offers
             if not moved or time.monotonic() > until:
-                break
+                return moved
 
     def peer_dead(self, peer: PeerId) -> None:
         """Doubt every block that may be this peer's. A ticket may have had several senders; doubt is cheap."""
         receives = self._context.receives
-        self._memories.forget(peer)
         mine = [pair for pair in self._landing if peer in receives.introduced(pair[1].ticket_id)]
         self._doubt(mine, "the peer was declared dead")
 
@@ -119,32 +107,14 @@ class Intake:
 
     def destroy(self, reason: str) -> None:
         """The fence: say farewell, destroy the worker, then give back every claim."""
-        notes = self._say_farewell()
+        notes = self._senders.say_farewell(self.address)
         requests = [request for request, _ in self._landing + self._doubtful]
-        requests += self._dropping + self._answers + notes + [request for request, _, _ in self._notes]
+        requests += self._dropping + notes + [request for request, _, _ in self._notes]
         self.worker.destroy(requests)
-        for endpoint in self._replies.values():
-            self._context.routes.closed(endpoint)
-            endpoint.leak()
+        self._senders.leak()
         claims = [claim for _, claim in self._landing + self._doubtful]
         self._landing, self._doubtful, self._dropping, self._notes = [], [], [], []
-        self._answers = []
-        self._memories.clear()
-        self._replies.clear()
         self._context.receives.abandon(claims, reason)
-
-    def _say_farewell(self) -> list[Request]:
-        """Tell every sender, also one declared dead: it may only have been slow, and would wait for ever."""
-        notes = []
-        for (peer, _), endpoint in self._replies.items():
-            if not endpoint.broken:
-                data = np.frombuffer(farewell(self._context, peer, self.address), np.uint8).copy()
-                with contextlib.suppress(UcxError):
-                    notes.append(endpoint.send(data, REPLY_TICKET << INDEX_BITS))
-        until = time.monotonic() + _FAREWELL_S
-        while not all(note.done for note in notes) and time.monotonic() < until:
-            self.worker.progress()
-        return notes
 
     def _decide(self, message: Message) -> None:
         receives = self._context.receives
@@ -170,14 +140,8 @@ class Intake:
     def _reap(self) -> bool:
         """Report what has landed. Returns whether something had."""
         self._reap_notes()
-        for endpoint in self._replies.values():
-            if endpoint.broken:
-                endpoint.close()
-        for key in [key for key, endpoint in self._replies.items() if endpoint.closed]:
-            self._context.routes.closed(self._replies.pop(key))
-            if not self._hears(key[0]):
-                self._memories.forget(key[0])
-        self._answers = [request for request in self._answers if not request.done]
+        for peer in self._senders.turn():
+            self._memories.forget(peer)
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:
@@ -211,50 +175,30 @@ class Intake:
             self._context.receives.refuse()
             return
         wanted = self._context.receives.introduce(ticket_id, said.peer, said.digests)
-        if wanted or said.offer:
-            self._meet(said)
-        refusal = self._context.routes.refusal(said.peer) if wanted else None
-        if refusal is not None:
+        met = (wanted or bool(said.offer)) and self._senders.meet(said)
+        if wanted and (refusal := self._refusal(said.peer)) is not None:
             self._context.receives.refuse_sender(ticket_id, said.peer, refusal)
-        if said.offer:
-            # Whoever offers waits for the answer, also if nobody wants it.
-            settled = not wanted or refusal is not None or self._take_offer(ticket_id, said)
-            self._answer(said, settled=settled)
+            wanted = False
+        # Whoever offers waits for the answer, also if nobody wants it.
+        if said.offer and met:
+            self._senders.answer(said, self._take_offer(ticket_id, said) if wanted else "unwanted")
+        elif said.offer and wanted:
+            self._context.receives.refuse_sender(ticket_id, said.peer, "an offer came that cannot be answered")
 
-    def _take_offer(self, ticket_id: int, said: Introduced) -> bool:
-        """Returns False if the blocks cannot be read where they lie."""
-        is_new = said.peer not in self._memories
+    def _refusal(self, peer: PeerId) -> str | None:
+        routes = self._context.routes
+        if routes.required is not None and not self._senders.knows(peer):
+            routes.refuse(peer, f"nobody knows over what {peer.node_id} sends, {routes.required} is required")
+        return routes.refusal(peer)
+
+    def _take_offer(self, ticket_id: int, said: Introduced) -> Outcome:
         if not self._memories.can_read(said):
-            return False
-        if is_new and (endpoint := self._replies.get((said.peer, said.reply_to))) is not None:
-            route = Route(said.peer, "receiving", "ucx", f"mapped+{endpoint.transports()}")
-            self._context.routes.connected(endpoint, route)
+            return "unreadable"
+        self._senders.copied_from(said)
         self._memories.copy(ticket_id, said)
         self._num_offers += 1
         self._offered_s = time.monotonic()
-        return True
-
-    def _answer(self, said: Introduced, *, settled: bool) -> None:
-        endpoint = self._replies.get((said.peer, said.reply_to))
-        if endpoint is not None and not endpoint.broken:
-            data = np.frombuffer(answer(self._context, said.peer, said.offer, settled=settled), np.uint8).copy()
-            # One that breaks now breaks for the sender too.
-            with contextlib.suppress(UcxError):
-                self._answers.append(endpoint.send(data, REPLY_TICKET << INDEX_BITS))
-
-    def _meet(self, said: Introduced) -> None:
-        """Have a reply endpoint to this sender, which also says over what its blocks come."""
-        routes, key = self._context.routes, (said.peer, said.reply_to)
-        if said.reply_to and key not in self._replies:
-            with contextlib.suppress(UcxError, HelloError):
-                endpoint = Endpoint(self.worker, open_address(self._context.secret, said.reply_to))
-                self._replies[key] = endpoint
-                routes.connected(endpoint, Route(said.peer, "receiving", "ucx", endpoint.transports()))
-        if routes.required is not None and not self._hears(said.peer):
-            routes.refuse(said.peer, f"nobody knows over what {said.peer.node_id} sends, {routes.required} is required")
-
-    def _hears(self, peer: PeerId) -> bool:
-        return any(each == peer for each, _ in self._replies)
+        return "copied"
 
     def _doubt(self, pairs: list[tuple[Request, Claim]], reason: str) -> None:
         self._landing = [pair for pair in self._landing if pair not in pairs]

@@ -2,21 +2,25 @@
 
 Within a host, where the receiver can map the sender's pool, this is one copy at memcpy's rate. It is the same consent
 as ever: the receiver claims each block before it writes it, the sender keeps each block until it is told that the
-offer is settled, as it keeps a posted one until UCX has sent it.
+offer has been answered, as it keeps a posted one until UCX has sent it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
 from kvtransfer.receives import Claim
 from kvtransfer.road import Pool, RoadContext
 from kvtransfer.sends import Push, PushItem
-from kvtransfer.shared_memory import MemoryName, map_peer
+from kvtransfer.shared_memory import MemoryName, PeerMemory, map_peer
 from kvtransfer.ticket import PeerId
-from kvtransfer.ucx_wire import Introduced
+from kvtransfer.ucx_wire import Introduced, Outcome
+
+logger = logging.getLogger(__name__)
 
 # So long the receiver looks at nothing else, 1.6 ms at 10 GB/s; and two of them keep it at work.
 # (Measured, 64 blocks of 512 KiB: 14.4 GB/s, 13.6 with half of both.)
@@ -28,14 +32,13 @@ _numbers: Final = count(1)
 
 
 class Offers:
-    """Sender: what one receiver has been offered and not settled. Owned by its link.
+    """Sender: what one receiver has been offered and has not answered. Owned by its link.
 
-    ``wanted`` turns false when that receiver says that it cannot read our memory.
+    ``possible`` turns false, for good, when that receiver says that it cannot read our memory.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        self.wanted = wanted
-        self.settled = False
+    def __init__(self, *, possible: bool) -> None:
+        self.possible = possible
         self._open: dict[int, tuple[Push, list[PushItem]]] = {}
 
     @property
@@ -49,11 +52,11 @@ class Offers:
         self._open[number] = (push, items)
         return number
 
-    def end(self, number: int, *, settled: bool) -> tuple[Push, list[PushItem]] | None:
+    def end(self, number: int, outcome: Outcome) -> tuple[Push, list[PushItem]] | None:
         """These are not read any more. None for an offer that is not (any more) open."""
         ended = self._open.pop(number, None)
-        if ended is not None:
-            self.settled, self.wanted = settled, settled
+        if ended is not None and outcome == "unreadable":
+            self.possible = False
         return ended
 
     def give_up(self) -> Iterator[tuple[Push, PushItem]]:
@@ -62,27 +65,30 @@ class Offers:
         return ((push, item) for push, items in ended.values() for item in items)
 
 
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """``pool`` ``[num_blocks, block_bytes]`` of a peer, if its memory could be mapped."""
+
+    name: MemoryName
+    memory: PeerMemory | None
+    pool: Pool | None
+
+
 class PeerMemories:
-    """Receiver: the pools of peers on this host, as they were told and could be mapped. Owned by one intake."""
+    """Receiver: the pools of peers on this host, as they were told and could be mapped. Owned by one road."""
 
     def __init__(self, context: RoadContext) -> None:
         self._context = context
-        self._pools: dict[PeerId, Pool | None] = {}
-
-    def __contains__(self, peer: PeerId) -> bool:
-        """Whether it has offered anything yet."""
-        return peer in self._pools
+        self._mapped: dict[PeerId, _Mapped] = {}
 
     def can_read(self, said: Introduced) -> bool:
         """Whether the blocks of this offer can be copied; maps the peer's memory with its first offer."""
-        if said.peer not in self._pools:
-            self._pools[said.peer] = self._map(said.memory)
-        return self._pools[said.peer] is not None
+        return self._pool(said) is not None
 
     def copy(self, ticket_id: int, said: Introduced) -> None:
-        """Claim, copy and report every block of an offer that `can_read`; what is not wanted is counted as refused."""
+        """Claim, copy and report every block of an offer; what is not wanted is counted as refused."""
         receives, pool = self._context.receives, self._context.pool
-        theirs = self._pools[said.peer]
+        theirs = self._pool(said)
         sources = {block.position: block.source for block in said.blocks}
         copied: list[Claim] = []
         for claim in receives.claim_all(ticket_id, sources, said.peer):
@@ -98,18 +104,30 @@ class PeerMemories:
         receives.landed(copied, wake=False)
 
     def forget(self, peer: PeerId) -> None:
-        """It offers nothing any more; unknown is fine."""
-        self._pools.pop(peer, None)
+        """It offers nothing any more, or maps anew; unknown is fine."""
+        mapped = self._mapped.pop(peer, None)
+        if mapped is not None and mapped.memory is not None:
+            mapped.memory.release()
 
     def clear(self) -> None:
         """Forget them all."""
-        self._pools.clear()
+        self._mapped.clear()
 
-    def _map(self, name: MemoryName | None) -> Pool | None:
-        # A GPU's blocks do not lie in our pool: they are sent.
-        memory = None if name is None or self._context.on_device else map_peer(name)
-        if memory is None:
+    def _pool(self, said: Introduced) -> Pool | None:
+        name, mapped = said.memory, self._mapped.get(said.peer)
+        if name is None:
             return None
+        if mapped is None or mapped.name != name:
+            self.forget(said.peer)
+            mapped = self._mapped[said.peer] = self._map(said.peer, name)
+        return mapped.pool
+
+    def _map(self, peer: PeerId, name: MemoryName) -> _Mapped:
+        # A GPU's blocks do not lie in our pool: they are sent.
+        memory = None if self._context.on_device else map_peer(name)
+        if memory is None:
+            logger.info("the pool of %s cannot be mapped here: its blocks are sent", peer.node_id)
+            return _Mapped(name, None, None)
         size = self._context.block_bytes
-        num_blocks = len(memory) // size
-        return memory[: num_blocks * size].reshape(num_blocks, size)
+        num_blocks = len(memory.bytes) // size
+        return _Mapped(name, memory, memory.bytes[: num_blocks * size].reshape(num_blocks, size))

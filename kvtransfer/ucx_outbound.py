@@ -63,7 +63,9 @@ class Link:
         self._blocks = Blocks(len(context.pool), context.block)
         self._unpaced = False
         self.transports = self._endpoint.transports()
-        self._offers = Offers(wanted=context.memory is not None and satisfies(self.transports, "shm"))
+        same_blocks = push.block_bytes == context.block_bytes
+        possible = context.memory is not None and same_blocks and satisfies(self.transports, "shm")
+        self._offers = Offers(possible=possible)
         refusal = context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
         if refusal is not None:
             self.fail(refusal)
@@ -78,7 +80,7 @@ class Link:
 
     @property
     def _num_first(self) -> int:
-        return _FIRST_OFFERED if self._offers.wanted else _FIRST_BLOCKS
+        return _FIRST_OFFERED if self._offers.possible else _FIRST_BLOCKS
 
     def add(self, push: Push) -> None:
         self._context.seal(push, self._num_first)
@@ -87,7 +89,7 @@ class Link:
             self._pushes.append(push)
 
     def turn(self, reply_to: bytes) -> None:
-        """Report what was sent, then fill the window. ``reply_to`` is our own address, for farewells."""
+        """Report what was sent, then fill the window. ``reply_to`` is our own address, for replies."""
         self._report_and_fill(reply_to)
         for push in self._unsealed:
             self._context.seal(push)
@@ -154,18 +156,17 @@ class Link:
         return requests
 
     def answered(self, answer: Answer) -> None:
-        """The receiver has read what it was offered, or cannot; another link's offer is ignored."""
+        """The receiver has read what it was offered, or will not; another link's offer is ignored."""
         if answer.peer != self.peer:
             return
-        first = not self._offers.settled
-        ended = self._offers.end(answer.offer, settled=answer.settled)
+        ended = self._offers.end(answer.offer, answer.outcome)
         if ended is None:
             return
         push, items = ended
-        if not answer.settled:
+        if answer.outcome == "unreadable":
             self._again.extend((push, item) for item in items)
             return
-        if first and not self.failed:
+        if answer.outcome == "copied" and not self.failed and not self.transports.startswith("mapped+"):
             self.transports = f"mapped+{self.transports}"
             self._context.routes.connected(self, Route(self.peer, "sending", "ucx", self.transports))
         self._context.sends.sent(push, *(item.index for item in items))
@@ -203,14 +204,18 @@ class Link:
 
     def _fill(self, reply_to: bytes) -> None:
         while self._again and self._room():
-            self._send(*self._again.popleft(), reply_to)
+            again, offered = self._again.popleft()
+            if again.session.is_draining:
+                self._context.sends.lost(again, offered.index)
+            else:
+                self._send(again, offered, reply_to)
         while self._pushes and self._room():
             push = self._pushes.popleft()
             item = self._context.sends.take(push)
             if item is None:
                 continue
             self._pushes.append(push)
-            if self._offers.wanted and can_be_told(reply_to) and self._lies_in_pool(push, item):
+            if self._offers.possible and can_be_told(reply_to) and item.run is None:
                 self._offer(push, item, reply_to)
             else:
                 self._send(push, item, reply_to)
@@ -218,11 +223,8 @@ class Link:
     def _room(self) -> int:
         """Blocks that may go out now: one at least if none is, however large."""
         num_out = len(self._posted) + self._offers.num_blocks
-        window_bytes = MAX_OFFERED_BYTES if self._offers.wanted else WINDOW_BYTES
+        window_bytes = MAX_OFFERED_BYTES if self._offers.possible else WINDOW_BYTES
         return max(num_out == 0, window_bytes // self._block_bytes - num_out)
-
-    def _lies_in_pool(self, push: Push, item: PushItem) -> bool:
-        return item.run is None and push.block_bytes == self._context.block_bytes
 
     def _offer(self, push: Push, item: PushItem, reply_to: bytes) -> None:
         """Offer this block, and as many of those behind it as go into one offer."""
@@ -233,7 +235,7 @@ class Link:
         items = [item]
         while len(items) < limit and (waiting := context.sends.waiting(push, 1)):
             # The owner may cancel the push between the two.
-            if not self._lies_in_pool(push, waiting[0]) or (another := context.sends.take(push)) is None:
+            if waiting[0].run is not None or (another := context.sends.take(push)) is None:
                 break
             items.append(another)
         number = self._offers.add(push, items)

@@ -19,6 +19,7 @@ from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
 from kvtransfer.ucx import Context, UcxError
 from kvtransfer.ucx_inbound import Intake
+from kvtransfer.ucx_offers import PeerMemories
 from kvtransfer.ucx_sender import Sender
 from kvtransfer.ucx_wire import open_address, worker_name
 
@@ -48,7 +49,8 @@ class UcxRoad(Road):
         self._context = context = context.to_device() if self.on_device else context
         self._sender = Sender(self._ucx, context)
         self._old_senders: list[Sender] = []
-        self._intake = Intake(self._ucx, context)
+        self._memories = PeerMemories(context)
+        self._intake = Intake(self._ucx, context, self._memories)
         self._retired: list[Intake] = []
         self._address = self._intake.address
         # Names of peers' workers that are gone: a ticket may still lead there.
@@ -62,6 +64,7 @@ class UcxRoad(Road):
         self._stop_at: float | None = None
         self._num_moved = 0
         self._idle_naps = 0
+        self._has_more = False
         self._selector = selectors.DefaultSelector()
         for fd in (self._wake_read.fileno(), self._sender.worker.fd, self._intake.worker.fd):
             self._selector.register(fd, selectors.EVENT_READ)
@@ -116,8 +119,8 @@ class UcxRoad(Road):
         while self._commands:
             self._commands.popleft()()
         self._turn_senders()
-        for intake in (self._intake, *self._retired):
-            intake.turn()
+        more = [intake.turn() for intake in (self._intake, *self._retired)]
+        self._has_more = any(more)
         if self._intake.needs_fence:
             self._retire()
         for intake in [intake for intake in self._retired if intake.is_over()]:
@@ -144,6 +147,8 @@ class UcxRoad(Road):
             sender.destroy(None)
 
     def _sleep(self) -> None:
+        if self._has_more:
+            return
         if self._may_nap():
             time.sleep(_NAP_S)
             return
@@ -169,7 +174,7 @@ class UcxRoad(Road):
 
     def _retire(self) -> None:
         old = self._intake
-        self._intake = Intake(self._ucx, self._context)
+        self._intake = Intake(self._ucx, self._context, self._memories)
         self._selector.register(self._intake.worker.fd, selectors.EVENT_READ)
         # The new address first: then only tickets that are open now can name the old one.
         self._address = self._intake.address
@@ -198,6 +203,7 @@ class UcxRoad(Road):
             self._context.sends.fail(push, "the peer was declared dead")
         for intake in (self._intake, *self._retired):
             intake.peer_dead(peer)
+        self._memories.forget(peer)
 
     def _stop(self, flush_s: float) -> None:
         self._stop_at = time.monotonic() + flush_s
@@ -214,6 +220,7 @@ class UcxRoad(Road):
             self._ended = True
         for intake in (self._intake, *self._retired):
             intake.destroy("the plane was closed")
+        self._memories.clear()
         for sender in (self._sender, *self._old_senders):
             sender.destroy("the plane was closed")
         self._commands.clear()

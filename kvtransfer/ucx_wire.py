@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,10 @@ _MAX_REPLY_TO_BYTES: Final = 3072
 _MAX_BLOCKS: Final = 64
 _MAX_MEMORY_BYTES: Final = 64
 _BLOCK: Final = struct.Struct(">IQI")  # position, digest, source
+
+
+# What became of an offer: its blocks were copied, or nobody wanted them, or they must be sent.
+Outcome = Literal["copied", "unwanted", "unreadable"]
 
 
 class _Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -63,12 +67,12 @@ class _Farewell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="answer"):
-    """The receiver reads the blocks of this offer no more. Unless they are ``settled``, it never could."""
+    """The receiver reads the blocks of this offer no more."""
 
     node_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     epoch: Annotated[int, msgspec.Meta(ge=0)]
     offer: Annotated[int, msgspec.Meta(gt=0, lt=(1 << 63) - 1)]
-    settled: bool
+    outcome: Outcome
     proof: Annotated[bytes, msgspec.Meta(max_length=_PROOF_BYTES)]
 
 
@@ -108,11 +112,11 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``peer`` will not read the blocks of this offer (again). If it is not ``settled``, they must be sent."""
+    """``peer`` will not read the blocks of this offer (again)."""
 
     peer: PeerId
     offer: int
-    settled: bool
+    outcome: Outcome
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -175,11 +179,11 @@ def farewell(context: RoadContext, sender: PeerId, worker: bytes) -> bytes:
     return _encoder.encode(_Farewell(me.node_id, me.epoch, name, proof))
 
 
-def answer(context: RoadContext, sender: PeerId, offer: int, *, settled: bool) -> bytes:
+def answer(context: RoadContext, sender: PeerId, offer: int, outcome: Outcome) -> bytes:
     """Tells ``sender`` what became of its offer."""
     me = context.me
-    parts = _answer_parts(context, sender, me, offer, settled)
-    return _encoder.encode(_Answer(me.node_id, me.epoch, offer, settled, prove(context.secret, *parts)))
+    parts = _answer_parts(context, sender, me, offer, outcome)
+    return _encoder.encode(_Answer(me.node_id, me.epoch, offer, outcome, prove(context.secret, *parts)))
 
 
 def read_reply(context: RoadContext, data: bytes) -> Gone | Answer | None:
@@ -190,10 +194,10 @@ def read_reply(context: RoadContext, data: bytes) -> Gone | Answer | None:
         if isinstance(said, _Farewell):
             parts = (*_parts(context, b"farewell", 0, context.me, receiver), said.worker)
             return Gone(said.worker) if proves(said.proof, context.secret, *parts) else None
-        parts = _answer_parts(context, context.me, receiver, said.offer, said.settled)
+        parts = _answer_parts(context, context.me, receiver, said.offer, said.outcome)
     except _UNREADABLE:
         return None
-    return Answer(receiver, said.offer, said.settled) if proves(said.proof, context.secret, *parts) else None
+    return Answer(receiver, said.offer, said.outcome) if proves(said.proof, context.secret, *parts) else None
 
 
 def worker_name(sealed: bytes) -> bytes:
@@ -228,6 +232,6 @@ def _parts(context: RoadContext, kind: bytes, ticket_id: int, sender: PeerId, re
 
 
 def _answer_parts(
-    context: RoadContext, sender: PeerId, receiver: PeerId, offer: int, settled: bool
+    context: RoadContext, sender: PeerId, receiver: PeerId, offer: int, outcome: Outcome
 ) -> tuple[bytes, ...]:
-    return (*_parts(context, b"answer", 0, sender, receiver), offer.to_bytes(8, "big"), bytes([settled]))
+    return (*_parts(context, b"answer", 0, sender, receiver), offer.to_bytes(8, "big"), outcome.encode())

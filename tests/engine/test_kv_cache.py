@@ -51,7 +51,7 @@ def test_a_shared_pool_is_what_a_peer_maps() -> None:
     theirs = map_peer(cache.memory.name)
     cache.pool[2] = 1.5
     assert theirs is not None
-    assert (theirs.reshape(4, -1) == cache.as_bytes()).all()
+    assert (theirs.bytes.reshape(4, -1) == cache.as_bytes()).all()
 
 
 def test_without_shared_memory_there_is_a_pool_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
