@@ -67,6 +67,11 @@ def satisfies(lanes: str, required: TransportKind) -> bool:
     return bool(names) and all(kind_of(name) == required for name in names)
 
 
+def shares_memory(lanes: str) -> bool:
+    """Whether any of the lanes is memory that both processes write."""
+    return any(kind_of(name) == "shm" for name in lanes.split("+"))
+
+
 def can_satisfy(scheme: str, required: TransportKind | None) -> bool:
     """Whether a road of this scheme may come out as that kind."""
     return required is None or required in _SCHEME_KINDS[scheme]

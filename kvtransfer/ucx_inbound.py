@@ -15,14 +15,24 @@ import numpy as np
 from kvtransfer.events import PeerLost
 from kvtransfer.receives import Claim
 from kvtransfer.road import RoadContext
+from kvtransfer.routes import shares_memory
 from kvtransfer.ticket import INDEX_BITS, PeerId
 from kvtransfer.ucx import Blocks, Buffer, Context, Message, Request, Worker
 from kvtransfer.ucx_offers import PeerMemories
 from kvtransfer.ucx_senders import Senders
-from kvtransfer.ucx_wire import INTRODUCTION_INDEX, MAX_NOTE_BYTES, Introduced, Outcome, read_introduction, seal_address
+from kvtransfer.ucx_wire import (
+    HEARING_TAG,
+    INTRODUCTION_INDEX,
+    MAX_NOTE_BYTES,
+    Introduced,
+    Outcome,
+    read_introduction,
+    seal_address,
+)
 
-# A retired worker serves the tickets that know its address for so long at most.
+# A retired worker serves the tickets that know its address for so long at most: if blocks wait for its end, and else.
 RETIRED_S: Final = 30.0
+_SERVING_S: Final = 300.0
 # The next blocks of an offer come so soon, or not at all.
 _NEXT_OFFER_S: Final = 0.001
 # Then the road's other workers have their turn, and the owner hears of what landed.
@@ -36,6 +46,11 @@ class Intake:
     Fence. A claim whose peer died, or whose receive ended with an error, is *doubtful*: UCX may still write the
     block. It is given back only after the worker is destroyed. To hurt nobody else, the road first retires the
     intake: new tickets get another worker, this one goes on until its last good ticket is over.
+
+    Deafness. Over shared memory all senders write into one queue of the worker. One that is killed in the middle of
+    it leaves a place that is taken and never filled, and UCX waits there for ever: in our trials every twelfth
+    receiver of small blocks heard nobody any more. So a lost sender retires the intake too; if it is found deaf then, it ends
+    at once, and its other senders are told.
     """
 
     def __init__(self, ucx: Context, context: RoadContext, memories: PeerMemories) -> None:
@@ -50,6 +65,8 @@ class Intake:
         self._notes: list[tuple[Request, int, Buffer]] = []
         self._doubtful: list[tuple[Request, Claim]] = []
         self._memories = memories
+        self._may_be_deaf = False
+        self.hears = False
         self._num_offers = 0
         self._offered_s = 0.0
         self._serving: set[int] = set()
@@ -64,7 +81,12 @@ class Intake:
 
     @property
     def needs_fence(self) -> bool:
-        return bool(self._doubtful)
+        return bool(self._doubtful) or self._may_be_deaf
+
+    @property
+    def may_be_deaf(self) -> bool:
+        """A sender over shared memory was lost."""
+        return self._may_be_deaf
 
     def turn(self) -> bool:
         """Progress, decide on what arrived, report what landed; again while blocks land one right after the other.
@@ -87,6 +109,7 @@ class Intake:
     def peer_dead(self, peer: PeerId) -> None:
         """Doubt every block that may be this peer's. A ticket may have had several senders; doubt is cheap."""
         receives = self._context.receives
+        self._may_be_deaf = self._may_be_deaf or self._senders.share_memory(peer)
         mine = [pair for pair in self._landing if peer in receives.introduced(pair[1].ticket_id)]
         self._doubt(mine, "the peer was declared dead")
 
@@ -95,7 +118,7 @@ class Intake:
         self.retired = True
         self._serving = self._context.receives.wanted()
         self._serving -= {claim.ticket_id for _, claim in self._doubtful}
-        self._retired_until = time.monotonic() + RETIRED_S
+        self._retired_until = time.monotonic() + (RETIRED_S if self._doubtful else _SERVING_S)
 
     def is_over(self) -> bool:
         """Retired, and no ticket is left that would miss the worker."""
@@ -118,6 +141,10 @@ class Intake:
 
     def _decide(self, message: Message) -> None:
         receives = self._context.receives
+        if message.tag == HEARING_TAG:
+            self.hears = True
+            self._dropping.append(self.worker.receive(message, self._void))
+            return
         ticket_id, index = message.tag >> INDEX_BITS, message.tag & _INDEX_MASK
         if index == INTRODUCTION_INDEX and message.length <= MAX_NOTE_BYTES:
             buffer = np.zeros(max(1, message.length), np.uint8)
@@ -140,8 +167,9 @@ class Intake:
     def _reap(self) -> bool:
         """Report what has landed. Returns whether something had."""
         self._reap_notes()
-        for peer in self._senders.turn():
+        for peer, lanes in self._senders.turn():
             self._memories.forget(peer)
+            self._may_be_deaf = self._may_be_deaf or shares_memory(lanes)
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:
@@ -203,4 +231,6 @@ class Intake:
     def _doubt(self, pairs: list[tuple[Request, Claim]], reason: str) -> None:
         self._landing = [pair for pair in self._landing if pair not in pairs]
         self._doubtful += pairs
+        if pairs:
+            self._retired_until = min(self._retired_until, time.monotonic() + RETIRED_S)
         self._context.receives.doubt([claim for _, claim in pairs], reason)

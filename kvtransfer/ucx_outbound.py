@@ -42,13 +42,15 @@ _FIRST_OFFERED: Final = 4
 class Link:
     """Owned by the kv-io thread. After `fail` it lives until it is ``gone``, then its owner calls `give_up`.
 
-    It starts as failed if UCX connects over something else than the plane requires.
+    It starts as failed if UCX connects over something else than the plane requires. ``lost``: it failed because the
+    peer is gone, in the middle of whatever.
     """
 
     def __init__(self, push: Push, worker: Worker, context: RoadContext) -> None:
         self.peer = push.peer
         self.address = push.address
         self.failed = False
+        self.lost = False
         self._failed_s = 0.0
         self._context = context
         self._block_bytes = push.block_bytes
@@ -115,6 +117,7 @@ class Link:
         # Without a push under way it may just as well be a peer that replaced its worker.
         if self._mine() and self.peer not in self._context.dead:
             self._context.events.put(PeerLost(self.peer.node_id, self.peer.epoch))
+        self.lost = True
         self.fail(f"connection lost: {reason}")
 
     def is_stuck(self, limit_s: float) -> bool:

@@ -18,6 +18,7 @@ from kvtransfer.road import Road, RoadContext
 from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
 from kvtransfer.ucx import Context, UcxError
+from kvtransfer.ucx_hearing import HearingTest
 from kvtransfer.ucx_inbound import Intake
 from kvtransfer.ucx_offers import PeerMemories
 from kvtransfer.ucx_sender import Sender
@@ -52,6 +53,7 @@ class UcxRoad(Road):
         self._memories = PeerMemories(context)
         self._intake = Intake(self._ucx, context, self._memories)
         self._retired: list[Intake] = []
+        self._hearing_tests: list[HearingTest] = []
         self._address = self._intake.address
         # Names of peers' workers that are gone: a ticket may still lead there.
         self._gone: deque[bytes] = deque(maxlen=1024)
@@ -123,11 +125,23 @@ class UcxRoad(Road):
         self._has_more = any(more)
         if self._intake.needs_fence:
             self._retire()
+        self._test_hearing()
         for intake in [intake for intake in self._retired if intake.is_over()]:
-            self._retired.remove(intake)
-            self._selector.unregister(intake.worker.fd)
-            intake.destroy("its sender is gone")
+            self._end(intake, "its sender is gone")
         self._context.events.wake()
+
+    def _test_hearing(self) -> None:
+        for test in [test for test in self._hearing_tests if test.is_over()]:
+            self._hearing_tests.remove(test)
+            test.end()
+            if not test.intake.hears and test.intake in self._retired:
+                logger.warning("a lost peer has left a UCX worker deaf: it ends, and its senders are told")
+                self._end(test.intake, "the worker heard nobody any more")
+
+    def _end(self, intake: Intake, reason: str) -> None:
+        self._retired.remove(intake)
+        self._selector.unregister(intake.worker.fd)
+        intake.destroy(reason)
 
     def _turn_senders(self) -> None:
         for sender in (self._sender, *self._old_senders):
@@ -140,7 +154,7 @@ class UcxRoad(Road):
             self._selector.register(self._sender.worker.fd, selectors.EVENT_READ)
             old.retire()
             self._old_senders.append(old)
-            logger.info("a peer hangs: new UCX worker for sending, the old one is retired")
+            logger.info("a peer hangs or is lost: new UCX worker for sending, the old one is retired")
         for sender in [sender for sender in self._old_senders if sender.is_over()]:
             self._old_senders.remove(sender)
             self._selector.unregister(sender.worker.fd)
@@ -180,7 +194,9 @@ class UcxRoad(Road):
         self._address = self._intake.address
         old.retire()
         self._retired.append(old)
-        logger.info("a kv receive broke off: new UCX worker, the old one is retired")
+        if old.may_be_deaf:
+            self._hearing_tests.append(HearingTest(self._ucx, old))
+        logger.info("a kv receive broke off, or a sender is lost: new UCX worker, the old one is retired")
 
     def _start(self, push: Push) -> None:
         if push.over:
@@ -218,6 +234,8 @@ class UcxRoad(Road):
     def _tear_down(self) -> None:
         with self._lock:
             self._ended = True
+        for test in self._hearing_tests:
+            test.end()
         for intake in (self._intake, *self._retired):
             intake.destroy("the plane was closed")
         self._memories.clear()

@@ -6,6 +6,7 @@ import time
 from typing import Final
 
 from kvtransfer.road import RoadContext
+from kvtransfer.routes import shares_memory
 from kvtransfer.sends import Push
 from kvtransfer.ticket import PeerId
 from kvtransfer.ucx import Context, Request, Worker
@@ -23,7 +24,8 @@ class Sender:
 
     Fence. UCX over TCP does not close an endpoint whose peer hangs: what was posted on it is never given back, and
     could still be read. Only destroying the worker ends that. To hurt nobody else the road first retires the sender:
-    new pushes go through another one, the links of this one send what they have, then it is destroyed.
+    new pushes go through another one, the links of this one send what they have, then it is destroyed. So it does when
+    a receiver that answered over shared memory is lost: the worker may be deaf (`kvtransfer.ucx_inbound`).
     """
 
     def __init__(self, ucx: Context, context: RoadContext) -> None:
@@ -35,6 +37,7 @@ class Sender:
         self._links: dict[tuple[PeerId, bytes], Link] = {}
         self._failed: list[Link] = []
         self._orphans: list[Request] = []
+        self._may_be_deaf = False
         self._retired_until: float | None = None
 
     @property
@@ -52,7 +55,7 @@ class Sender:
 
     @property
     def needs_fence(self) -> bool:
-        return any(link.is_stuck(CLOSE_S) for link in self._failed)
+        return self._may_be_deaf or any(link.is_stuck(CLOSE_S) for link in self._failed)
 
     def start(self, push: Push) -> None:
         """Raises `UcxError` if it cannot connect."""
@@ -78,6 +81,7 @@ class Sender:
             if link.failed:
                 del self._links[link.peer, link.address]
                 self._failed.append(link)
+                self._may_be_deaf = self._may_be_deaf or (link.lost and shares_memory(link.transports))
         for link in self._failed:
             link.turn(self._reply_to)
             if link.gone:
@@ -105,6 +109,7 @@ class Sender:
     def drop_peer(self, peer: PeerId, reason: str) -> None:
         for link in self._links.values():
             if link.peer == peer:
+                link.lost = True
                 link.fail(reason)
 
     def retire(self) -> None:

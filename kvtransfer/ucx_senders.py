@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtransfer.errors import HelloError
 from kvtransfer.road import RoadContext
-from kvtransfer.routes import Route
+from kvtransfer.routes import Route, shares_memory
 from kvtransfer.ticket import INDEX_BITS, PeerId
 from kvtransfer.ucx import Endpoint, Request, UcxError, Worker
 from kvtransfer.ucx_wire import REPLY_TICKET, Introduced, Outcome, answer, farewell, open_address
@@ -59,6 +59,10 @@ class Senders:
         self._context.routes.connected(endpoint, Route(said.peer, "receiving", "ucx", way.lanes))
         return True
 
+    def share_memory(self, peer: PeerId) -> bool:
+        """Whether this peer writes into a queue of our worker by itself."""
+        return any(each == peer and shares_memory(way.lanes) for (each, _), way in self._ways.items())
+
     def knows(self, peer: PeerId) -> bool:
         """Whether it can be told anything."""
         return any(each == peer for each, _ in self._ways)
@@ -85,16 +89,17 @@ class Senders:
         except UcxError as error:
             logger.warning("an offer of %s cannot be answered: %s", said.peer.node_id, error)
 
-    def turn(self) -> list[PeerId]:
-        """Close what broke. Returns the peers that cannot be told anything any more."""
+    def turn(self) -> list[tuple[PeerId, str]]:
+        """Close what broke. Returns the peers that are gone, and over what they came."""
         self._answers = [request for request in self._answers if not request.done]
         for way in self._ways.values():
             if way.endpoint.broken:
                 way.endpoint.close()
-        gone = [key for key, way in self._ways.items() if way.endpoint.closed]
-        for key in gone:
-            self._context.routes.closed(self._ways.pop(key).endpoint)
-        return [peer for peer, _ in gone if not self.knows(peer)]
+        gone = [(key, way) for key, way in self._ways.items() if way.endpoint.closed]
+        for key, way in gone:
+            self._context.routes.closed(way.endpoint)
+            del self._ways[key]
+        return [(peer, way.lanes) for (peer, _), way in gone if not self.knows(peer)]
 
     def say_farewell(self, address: bytes) -> list[Request]:
         """Tell every sender, also one declared dead: it may only have been slow, and would wait for ever.

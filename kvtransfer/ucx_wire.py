@@ -17,6 +17,8 @@ from kvtransfer.ticket import INDEX_BITS, PeerId
 
 # No ticket has this number: a message of it is a receiver's reply.
 REPLY_TICKET: Final = 0
+# A word to a worker of our own, to find out whether it hears.
+HEARING_TAG: Final = REPLY_TICKET << INDEX_BITS | 1
 # No offer has this number: blocks that follow as messages.
 NO_OFFER: Final = 0
 # No block has this number: what is sent was put together elsewhere.
