@@ -49,8 +49,8 @@ class Intake:
 
     Deafness. Over shared memory all senders write into one queue of the worker. One that is killed in the middle of
     it leaves a place that is taken and never filled, and UCX waits there for ever: in our trials every twelfth
-    receiver of small blocks heard nobody any more. So a lost sender retires the intake too; if it is found deaf then, it ends
-    at once, and its other senders are told.
+    receiver of small blocks heard nobody any more. So a lost sender retires the intake too; if it is found deaf then,
+    it ends at once, and its other senders are told (ADR 15).
     """
 
     def __init__(self, ucx: Context, context: RoadContext, memories: PeerMemories) -> None:
