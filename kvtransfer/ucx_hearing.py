@@ -20,6 +20,7 @@ class HearingTest:
 
     def __init__(self, ucx: Context, intake: Intake) -> None:
         self.intake = intake
+        intake.may_be_deaf = intake.hears = False
         self._until = time.monotonic() + _PATIENCE_S
         self._speaker = Worker(ucx)
         self._endpoint: Endpoint | None = None

@@ -65,7 +65,8 @@ class Intake:
         self._notes: list[tuple[Request, int, Buffer]] = []
         self._doubtful: list[tuple[Request, Claim]] = []
         self._memories = memories
-        self._may_be_deaf = False
+        # A sender over shared memory was lost; a `HearingTest` takes that back and finds out whether it ``hears``.
+        self.may_be_deaf = False
         self.hears = False
         self._num_offers = 0
         self._offered_s = 0.0
@@ -81,12 +82,7 @@ class Intake:
 
     @property
     def needs_fence(self) -> bool:
-        return bool(self._doubtful) or self._may_be_deaf
-
-    @property
-    def may_be_deaf(self) -> bool:
-        """A sender over shared memory was lost."""
-        return self._may_be_deaf
+        return bool(self._doubtful) or self.may_be_deaf
 
     def turn(self) -> bool:
         """Progress, decide on what arrived, report what landed; again while blocks land one right after the other.
@@ -109,7 +105,7 @@ class Intake:
     def peer_dead(self, peer: PeerId) -> None:
         """Doubt every block that may be this peer's. A ticket may have had several senders; doubt is cheap."""
         receives = self._context.receives
-        self._may_be_deaf = self._may_be_deaf or self._senders.share_memory(peer)
+        self.may_be_deaf = self.may_be_deaf or self._senders.share_memory(peer)
         mine = [pair for pair in self._landing if peer in receives.introduced(pair[1].ticket_id)]
         self._doubt(mine, "the peer was declared dead")
 
@@ -169,7 +165,7 @@ class Intake:
         self._reap_notes()
         for peer, lanes in self._senders.turn():
             self._memories.forget(peer)
-            self._may_be_deaf = self._may_be_deaf or shares_memory(lanes)
+            self.may_be_deaf = self.may_be_deaf or shares_memory(lanes)
         self._dropping = [request for request in self._dropping if not request.done]
         done = [pair for pair in self._landing if pair[0].done]
         if not done:

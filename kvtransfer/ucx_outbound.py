@@ -86,7 +86,8 @@ class Link:
 
     def add(self, push: Push) -> None:
         self._context.seal(push, self._num_first)
-        self._unsealed.append(push)
+        if push not in self._unsealed:
+            self._unsealed.append(push)
         if push not in self._pushes:
             self._pushes.append(push)
 

@@ -131,12 +131,18 @@ class UcxRoad(Road):
         self._context.events.wake()
 
     def _test_hearing(self) -> None:
-        for test in [test for test in self._hearing_tests if test.is_over()]:
+        for test in self._hearing_tests[:]:
+            is_there = test.intake in self._retired
+            if is_there and not test.is_over():
+                continue
             self._hearing_tests.remove(test)
             test.end()
-            if not test.intake.hears and test.intake in self._retired:
+            if is_there and not test.intake.hears:
                 logger.warning("a lost peer has left a UCX worker deaf: it ends, and its senders are told")
                 self._end(test.intake, "the worker heard nobody any more")
+        for intake in self._retired:
+            if intake.may_be_deaf:
+                self._hearing_tests.append(HearingTest(self._ucx, intake))
 
     def _end(self, intake: Intake, reason: str) -> None:
         self._retired.remove(intake)
@@ -194,8 +200,6 @@ class UcxRoad(Road):
         self._address = self._intake.address
         old.retire()
         self._retired.append(old)
-        if old.may_be_deaf:
-            self._hearing_tests.append(HearingTest(self._ucx, old))
         logger.info("a kv receive broke off, or a sender is lost: new UCX worker, the old one is retired")
 
     def _start(self, push: Push) -> None:

@@ -123,3 +123,20 @@ def test_a_deaf_worker_ends_and_its_senders_are_told(nodes, monkeypatch, tests_m
     assert failed.reason == "the receiver has closed this address"
     d.plane.withdraw(kept.ticket_id)
     works(q, d, 6)
+
+
+def test_a_worker_that_is_retired_already_is_tested_too(nodes, tests_made):
+    d, q = nodes("ucx", "D"), nodes("ucx", "Q", seed=2)
+    kept = d.grant([3, 4], sender=q)
+    q.plane.push(kept, [(0, 0)])
+    others = [nodes("ucx", name, seed=3) for name in ("R", "S")]
+    for block, other in enumerate(others):
+        works(other, d, 10 + block)
+    for count, other in enumerate(others, 1):
+        d.plane.peer_dead(other.id, other.epoch)
+        d.wait_for(lambda count=count: len(tests_made) == count and tests_made[-1].intake.hears)
+    assert tests_made[0].intake is tests_made[1].intake
+    q.plane.push(kept, [(1, 1)])
+    d.wait_for(lambda: d.arrived(kept.ticket_id) == {0, 1})
+    d.plane.complete(kept.ticket_id)
+    d.wait_for(lambda: not d.plane._roads["ucx"]._hearing_tests)
