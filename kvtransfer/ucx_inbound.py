@@ -7,6 +7,7 @@ of their blocks, in introductions; UCX keeps the order of messages of one endpoi
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Final
 
@@ -30,9 +31,8 @@ from kvtransfer.ucx_wire import (
     seal_address,
 )
 
-# A retired worker serves the tickets that know its address for so long at most: if blocks wait for its end, and else.
+# Blocks that wait for a worker's end get it after so long, whoever else is served by it.
 RETIRED_S: Final = 30.0
-_SERVING_S: Final = 300.0
 # The next blocks of an offer come so soon, or not at all.
 _NEXT_OFFER_S: Final = 0.001
 # Then the road's other workers have their turn, and the owner hears of what landed.
@@ -71,7 +71,7 @@ class Intake:
         self._num_offers = 0
         self._offered_s = 0.0
         self._serving: set[int] = set()
-        self._retired_until = 0.0
+        self._end_at = math.inf
         self._void = np.zeros(1, np.uint8)
         self._blocks = Blocks(len(context.pool), context.block)
 
@@ -114,15 +114,14 @@ class Intake:
         self.retired = True
         self._serving = self._context.receives.wanted()
         self._serving -= {claim.ticket_id for _, claim in self._doubtful}
-        self._retired_until = time.monotonic() + (RETIRED_S if self._doubtful else _SERVING_S)
 
     def is_over(self) -> bool:
-        """Retired, and no ticket is left that would miss the worker."""
+        """Retired, and no ticket is left that would miss the worker; each of them has a deadline of its own."""
         if not self.retired:
             return False
         self._serving &= self._context.receives.wanted()
         self._serving -= {claim.ticket_id for _, claim in self._doubtful}
-        return not self._serving or time.monotonic() >= self._retired_until
+        return not self._serving or time.monotonic() >= self._end_at
 
     def destroy(self, reason: str) -> None:
         """The fence: say farewell, destroy the worker, then give back every claim."""
@@ -228,5 +227,5 @@ class Intake:
         self._landing = [pair for pair in self._landing if pair not in pairs]
         self._doubtful += pairs
         if pairs:
-            self._retired_until = min(self._retired_until, time.monotonic() + RETIRED_S)
+            self._end_at = min(self._end_at, time.monotonic() + RETIRED_S)
         self._context.receives.doubt([claim for _, claim in pairs], reason)
