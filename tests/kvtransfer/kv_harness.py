@@ -194,6 +194,17 @@ def shared_memory(num_bytes: int, scheme: str) -> SharedMemory | None:
     return memory
 
 
+def works(p: Node, d: Node, block: int) -> None:
+    """A new ticket goes through, whatever was before."""
+    ticket = d.grant([block], sender=p)
+    p.plane.push(ticket, [(0, 5)])
+    d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})
+    assert np.array_equal(d.pool[block], p.pool[5])
+    d.plane.complete(ticket.ticket_id)
+    p.wait_for(lambda: p.sent(ticket.ticket_id) == {0})
+    p.plane.finish_push(ticket.ticket_id)
+
+
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 

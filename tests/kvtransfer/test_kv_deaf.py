@@ -4,9 +4,8 @@ ever at the old one.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from kv_harness import MAPPED, Node, remote
+from kv_harness import MAPPED, Node, remote, works
 
 from kvtransfer.events import PushFailed
 from kvtransfer.ticket import encode_ticket
@@ -16,16 +15,6 @@ from kvtransfer.ucx_inbound import Intake
 
 def address(node: Node) -> bytes:
     return node.plane.hello().addresses["ucx"]
-
-
-def works(p: Node, d: Node, block: int) -> None:
-    ticket = d.grant([block], sender=p)
-    p.plane.push(ticket, [(0, 5)])
-    d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})
-    assert np.array_equal(d.pool[block], p.pool[5])
-    d.plane.complete(ticket.ticket_id)
-    p.wait_for(lambda: p.sent(ticket.ticket_id) == {0})
-    p.plane.finish_push(ticket.ticket_id)
 
 
 def send_one(p, d: Node) -> None:

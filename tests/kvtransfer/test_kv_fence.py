@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from kv_harness import DIRECT, MAPPED, UNREADABLE, Node, remote
+from kv_harness import DIRECT, MAPPED, UNREADABLE, remote, works
 
 from kvtransfer.events import PushEnded, PushFailed, Withdrawn
 from kvtransfer.session import DRAIN_S
@@ -25,17 +25,6 @@ def scheme(request, monkeypatch) -> str:
         monkeypatch.setenv("UCX_TLS", "tcp")
         return "ucx"
     return str(request.param)
-
-
-def works(p: Node, d: Node, block: int) -> None:
-    """A new ticket goes through, whatever was before."""
-    ticket = d.grant([block], sender=p)
-    p.plane.push(ticket, [(0, 5)])
-    d.wait_for(lambda: d.arrived(ticket.ticket_id) == {0})
-    assert np.array_equal(d.pool[block], p.pool[5])
-    d.plane.complete(ticket.ticket_id)
-    p.wait_for(lambda: p.sent(ticket.ticket_id) == {0})
-    p.plane.finish_push(ticket.ticket_id)
 
 
 def test_a_cancelled_push_to_a_receiver_that_hangs(nodes, scheme):
