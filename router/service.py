@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 # Longer than any client pool keeps an idle connection, so that the client closes first.
 KEEP_ALIVE_S = 75
 DRAIN_S = 5
+UNFOLLOW_S = 2
 BACKLOG = 2048
 
 
@@ -203,9 +204,10 @@ async def _run(app: FastAPI, sock: socket.socket, plant: _Plant) -> None:
         await serving
     finally:
         following.cancel()
-        (ended,) = await asyncio.gather(following, return_exceptions=True)
+        # A library may swallow a cancellation; what is left then is cancelled again, one by one, as the loop ends.
+        await asyncio.wait((following,), timeout=UNFOLLOW_S)
     if following in done:
-        log.error("following the cluster failed", exc_info=ended)
+        log.error("following the cluster failed", exc_info=following.exception())
         raise ConfigError("the router lost touch with the cluster and cannot go on")
 
 
