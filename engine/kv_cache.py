@@ -17,14 +17,13 @@ from torch import Tensor
 
 from engine.step import BlockCopy
 from kernels.reference import KeyOrder, kv_views
-from kvtransfer.device_pool import DevicePool
+from kvtransfer.device_pool import LINE_BYTES, DevicePool
 from kvtransfer.layout import DIM_MAJOR, TOKEN_MAJOR, BlockLayout
 from kvtransfer.shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_LINE_BYTES: Final = 64  # of `DevicePool.read`
 _KEY_ORDERS: Final[dict[str, KeyOrder]] = {TOKEN_MAJOR: "token_major", DIM_MAJOR: "dim_major"}
 
 
@@ -120,7 +119,7 @@ class DeviceKVCache(KVCache):
             blocks = torch.tensor(block_ids, device=self._where)
             if lines is None:
                 return self._blocks[blocks].cpu().numpy()
-            in_lines = self._blocks.view(self.num_blocks, -1, _LINE_BYTES)
+            in_lines = self._blocks.view(self.num_blocks, -1, LINE_BYTES)
             return in_lines[blocks[:, None], torch.from_numpy(lines).to(self._where)].cpu().numpy()
 
     def to_host(self, block_ids: Sequence[int]) -> None:

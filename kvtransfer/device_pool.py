@@ -7,21 +7,29 @@ host memory only. UCX, where it knows GPUs, takes the blocks as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+# Of a line, the unit that digests sample.
+LINE_BYTES: Final = 64
+
 
 class DevicePool(Protocol):
-    """Whoever opens a plane over a GPU's pool implements it. Everything but `use_here` may be called on any thread."""
+    """Whoever opens a plane over a GPU's pool implements it.
+
+    `to_host` and `from_host` are called on the plane's owner's thread, the rest on its transport's.
+    """
 
     def row(self, block_id: int) -> Any:
         """The block's bytes as they are: ``uint8 [block_bytes]`` with ``__cuda_array_interface__``."""
         ...
 
     def read(self, block_ids: Sequence[int], lines: npt.NDArray[np.intp] | None) -> npt.NDArray[Any]:
-        """Copy out and wait: for each block its bytes, or those of the ``lines`` ``[blocks, n]`` of 64 bytes in it.
+        """Copy out and wait: for each block its bytes, or those of the ``lines`` ``[blocks, n]`` in it.
+
+        ``uint8 [blocks, block_bytes]``, or ``[blocks, n, LINE_BYTES]`` (as bytes or as wider words).
 
         Steps that wrote the blocks are done.
         """

@@ -25,14 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtransfer.device_pool import DevicePool
+from kvtransfer.device_pool import LINE_BYTES, DevicePool
 
 DigestMode = Literal["off", "sampled", "full"]
 DIGEST_MODES: Final[tuple[DigestMode, ...]] = get_args(DigestMode)
 
 Block = npt.NDArray[np.uint8]
 
-_LINE_BYTES: Final = 64
 _PAGE_LINES: Final = 64
 _NUM_PARTS: Final = 16
 _NUM_PHASES: Final = 64
@@ -73,12 +72,12 @@ def _seed(identity: BlockIdentity) -> int:
 
 
 def _is_sampled(block_bytes: int) -> bool:
-    return block_bytes >= _ALWAYS_FULL_BYTES and block_bytes % _LINE_BYTES == 0
+    return block_bytes >= _ALWAYS_FULL_BYTES and block_bytes % LINE_BYTES == 0
 
 
 def _lines(blocks: Block) -> npt.NDArray[np.uint64]:
     """``[..., bytes]`` as ``[all lines, 8 words]``: numpy copies a row of words several times faster than of bytes."""
-    return blocks.view(np.uint64).reshape(-1, _LINE_BYTES // 8)
+    return blocks.view(np.uint64).reshape(-1, LINE_BYTES // 8)
 
 
 @lru_cache(maxsize=8)
@@ -127,8 +126,8 @@ class Digester:
         self._pool = pool
         block_bytes = pool.shape[1]
         # Made once: cutting a block into lines takes longer than reading the samples.
-        self._lines = _lines(pool).reshape(len(pool), -1, _LINE_BYTES // 8) if _is_sampled(block_bytes) else None
-        self._phases = _sampled_lines(block_bytes // _LINE_BYTES) if self._lines is not None else ()
+        self._lines = _lines(pool).reshape(len(pool), -1, LINE_BYTES // 8) if _is_sampled(block_bytes) else None
+        self._phases = _sampled_lines(block_bytes // LINE_BYTES) if self._lines is not None else ()
         self._sampled = np.stack(self._phases) if self._phases else _NOTHING
 
     @property

@@ -1,4 +1,4 @@
-"""The node's loop moves blocks between the model's memory and the transport's, where these are two."""
+"""Through two loops: the plane moves blocks between the memory of the model and of the transport, where they are two."""
 
 from __future__ import annotations
 
