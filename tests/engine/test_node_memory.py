@@ -1,4 +1,4 @@
-"""Through two loops: the plane moves blocks between the memory of the model and of the transport, where they are two."""
+"""Through two loops: the plane moves blocks between the memory of model and transport, where they are two."""
 
 from __future__ import annotations
 
